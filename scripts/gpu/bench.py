@@ -3,7 +3,8 @@
 Copy bandwidth is measured in the same run. Kernels are timed by replays of captured graphs that go round so many copies
 of the weights that no cache holds them. Models are of made-up weights in the shapes of 1B, 8B and a small mixture of
 experts. Peers (Marlin of vLLM, FlashAttention) are measured where they can be imported. Triton's kernels of all parts
-are compiled first, on all cores. Each part runs in a process of its own; the JSON is written again after every figure.
+are compiled first, on all cores. Each part runs in a process of its own; the JSON is written again after every figure,
+and --resume goes on behind the parts that it has whole.
 --tune tries the choices of tiles first, and writes the best to kernels/triton/tuned/<device>.json, which the JSON holds
 too, under "tuned". --dry-run lists all figures with their predictions and does all of it on a CPU with tiny shapes.
 """
@@ -69,7 +70,8 @@ def rows_of(part: str, case: int, dry: bool) -> Iterator[Row]:
 def child(part: str, case: int, dry: bool, limit: float) -> Iterator[Row]:
     """The rows of one part as its process prints them; one with an error where it dies or takes too long."""
     arguments = ["--part", part, "--case", str(case), *(["--dry-run"] if dry else [])]
-    command = ["timeout", "--kill-after=5", str(limit), sys.executable, __file__, *arguments]
+    # in the foreground: in the group of this process, with which it ends
+    command = ["timeout", "--foreground", "--kill-after=5", str(limit), sys.executable, __file__, *arguments]
     with tempfile.TemporaryFile("w+") as errors:  # a pipe that nobody reads would stop a part that warns a lot
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout is not None
@@ -146,6 +148,7 @@ def main() -> int:
         "--dry-run", action="store_true", help="on a CPU with tiny shapes, so that this is known to work"
     )
     parser.add_argument("--no-compile", action="store_true", help="first: all that is launched was carried here")
+    parser.add_argument("--resume", action="store_true", help="leave out the parts that the JSON file has already")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # in the processes: print rows as JSON
     parser.add_argument("--case", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -161,15 +164,18 @@ def main() -> int:
     from gpu.process import write_json
 
     predictions = json.loads(PREDICTIONS.read_text())
-    result: dict[str, Any] = {"machine": machine("bench_gpu", options.dry_run), "rows": []}
+    result: dict[str, Any] = {"machine": machine("bench_gpu", options.dry_run), "rows": [], "done": []}
     print(json.dumps(result["machine"]), flush=True)
     if not options.dry_run and (said := carry.use()) is not None:
         print(said, flush=True)
     if options.dry_run:
         for name in names():
             print(prediction(name, predictions))
+    if options.resume and options.json.is_file():
+        known = json.loads(options.json.read_text())
+        result |= {"done": known["done"], "rows": [row for row in known["rows"] if row.get("part") in known["done"]]}
     begun, copy = time.perf_counter(), None
-    for row in figures(options, begun, result["machine"]):
+    for row in figures(options, begun, result):
         row = beside(row, predictions)
         copy = row.get("value", copy) if row["name"] == "copy" else copy
         result["rows"].append(row)
@@ -177,24 +183,33 @@ def main() -> int:
             result["tuned"] = json.loads(Path(row["file"]).read_text())
         write_json(options.json, result)
         print(line(row, copy), flush=True)
+    write_json(options.json, result)
     return 0 if any("value" in row for row in result["rows"] if row["name"] != "compile") else 1
 
 
-def figures(options: argparse.Namespace, begun: float, found: Row) -> Iterator[Row]:
-    """All rows, part after part; none that would begin too late."""
+def figures(options: argparse.Namespace, begun: float, result: dict[str, Any]) -> Iterator[Row]:
+    """All rows, part after part; none that would begin too late, and none of a part that ``result`` has under "done",
+    where each goes that ended well.
+    """
     if not (options.dry_run or options.no_compile):
         from toolkit.kernels.triton.tuning import file_name
 
-        yield compile_first(file_name(found["gpu"]), options.only, options.tune)
+        yield compile_first(file_name(result["machine"]["gpu"]), options.only, options.tune)
     for part, case in parts(options.dry_run, options.tune):
         left = BUDGET - (time.perf_counter() - begun)
-        if options.only and options.only not in part:
+        name = f"{part} {case}"
+        if (options.only and options.only not in part) or name in result["done"]:
             continue
         if left < 10 and not options.dry_run:
-            yield {"name": f"{part} {case}", "error": f"left out: {BUDGET:.0f} s are over; --only {part} measures it"}
+            yield {"name": name, "error": f"left out: {BUDGET:.0f} s are over; --only {part} measures it"}
             continue
         limit = DRY_LIMIT if options.dry_run else min(left, LIMITS[part])
-        yield from child(part, case, options.dry_run, limit)
+        whole = True
+        for row in child(part, case, options.dry_run, limit):
+            whole &= row["name"] != name  # what says that its process ended before its time
+            yield row | {"part": name}
+        if whole:
+            result["done"].append(name)
 
 
 def prediction(name: str, predictions: dict[str, Any]) -> str:

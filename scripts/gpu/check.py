@@ -2,8 +2,8 @@
 
 First a smoke stage, which ends the run where nothing works; then the CUDA linears in the shapes of served models,
 attention and the cache's writes there, one runner, and then all that is left: the other calls of the manifest, the
-runner with every family and cache, all cases of every op and dtype, the tensor runner's tests where pytest and
-transformers are installed, last compute-sanitizer where it is installed. What is not compiled yet is compiled beside
+runner with every family and cache, the tensor runner's tests where pytest and transformers are installed, all cases of
+every op and dtype, last compute-sanitizer where it is installed. What is not compiled yet is compiled beside
 that, on all cores; ``scripts/gpu/compiling/carry.py`` does it beforehand, elsewhere.
 
 Each item runs in a process of its own, because one illegal access poisons a CUDA context; one that hangs is ended, the

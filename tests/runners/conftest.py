@@ -19,8 +19,8 @@ def steps(support: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def drive(tiny_models: Any, steps: Any, support: Any) -> Any:
-    """``drive(family, options…, model={overrides}, **driver) -> Driver`` over the tensor runner, float32 by default.
+def runner_of(tiny_models: Any, support: Any) -> Any:
+    """``runner_of(family, options…, model={overrides}) -> Runner``: the tensor runner, float32 by default.
 
     With TOOLKIT_TEST_RUNNER=graphs it runs with graphs on a CPU (``tests/support/graphs.py``), with "gpu" on the GPU:
     ``test_cuda_parity.py`` and ``scripts/gpu_check`` run modules of this folder so.
@@ -33,24 +33,32 @@ def drive(tiny_models: Any, steps: Any, support: Any) -> Any:
     def for_gpu(path: Path, options: RunnerOptions) -> Any:
         from toolkit.runners.tensor.devices.cuda_device import CudaDevice
         from toolkit.runners.tensor.runner import TensorRunner
+        from toolkit.runners.tensor.traits import model_traits
 
         opened = open_model(path)
         if kind == "gpu":
             gpu = CudaDevice(torch.device("cuda"))
             return TensorRunner(opened.spec, opened.weights, replace(options, device="cuda"), graphs=gpu)
         graphs = support("graphs")
-        device = graphs.CpuDevice()
-        return device.watch(
-            TensorRunner(opened.spec, opened.weights, options, graphs=device, ops=graphs.interpreted_ops())
-        )
+        device, ops = graphs.CpuDevice(), graphs.interpreted_ops(**model_traits(opened.spec))
+        return device.watch(TensorRunner(opened.spec, opened.weights, options, graphs=device, ops=ops))
 
-    def make(family: str, *, model: dict[str, Any] | None = None, blocks: int = 64, scattered: bool = True, **options):
-        settings = {"dtype": "float32", "block_size": 16, "device": "cpu"} | options
+    def make(family: str, *, model: dict[str, Any] | None = None, **options: Any) -> Any:
+        settings = RunnerOptions(**({"dtype": "float32", "block_size": 16, "device": "cpu"} | options))
         path = tiny_models(family, **(model or {}))
         if kind != "pytorch":
-            return steps.Driver(for_gpu(path, RunnerOptions(**settings)), blocks, scattered)
-        runner, _ = open_runner(path, backend="pytorch", options=RunnerOptions(**settings))
-        return steps.Driver(runner, blocks, scattered)
+            return for_gpu(path, settings)
+        return open_runner(path, backend="pytorch", options=settings)[0]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def drive(runner_of: Any, steps: Any) -> Any:
+    """``drive(family, options…, model={overrides}, **driver) -> Driver`` over such a runner."""
+
+    def make(family: str, *, blocks: int = 64, scattered: bool = True, **more: Any) -> Any:
+        return steps.Driver(runner_of(family, **more), blocks, scattered)
 
     return make
 

@@ -13,8 +13,6 @@ from toolkit.engine.drafts.model import DraftModel
 from toolkit.engine.drafts.vocabulary import equal
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
-from toolkit.runners.base import RunnerOptions
-from toolkit.runners.choose import open_runner
 
 NEW = 24
 
@@ -40,17 +38,15 @@ def run(runner: Any, seer: Any, answers: dict[str, list[int]] | None, draft: Any
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "qwen3_next", "bamba", "lfm2"])
-def test_same_tokens_in_float32(tiny_models: Any, support: Any, family: str) -> None:
-    options = RunnerOptions(device="cpu", dtype="float32", block_size=16, threads=1)
-    runner, _ = open_runner(tiny_models(family), backend="pytorch", options=options)
+def test_same_tokens_in_float32(runner_of: Any, support: Any, family: str) -> None:
+    runner = runner_of(family, threads=1)
     runner.load_weights()
     plain = run(runner, support("seer"), None)
     assert run(runner, support("seer"), plain) == plain
 
 
-def test_a_model_that_is_its_own_draft(tiny_models: Any, support: Any) -> None:
-    options = RunnerOptions(device="cpu", dtype="float32", block_size=16, threads=1)
-    runner, twin = (open_runner(tiny_models("llama"), backend="pytorch", options=options)[0] for _ in range(2))
+def test_a_model_that_is_its_own_draft(runner_of: Any, support: Any) -> None:
+    runner, twin = (runner_of("llama", threads=1) for _ in range(2))
     for one in (runner, twin):
         one.load_weights()
         one.allocate_cache((48,))

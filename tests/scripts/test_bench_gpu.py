@@ -151,6 +151,23 @@ def test_a_part_may_warn_as_much_as_it_likes(bench_gpu, tmp_path, monkeypatch):
     assert list(bench_gpu.child("x", 0, True, 60)) == [{"name": "x"}]
 
 
+def test_a_part_ends_with_the_turn_that_ends_its_script(tmp_path):
+    """As ``gpu_turn`` ends it: what is measured next has the GPU for itself."""
+    part, mark = tmp_path / "part.py", tmp_path / "pid"
+    part.write_text(f"import os, time\nopen({str(mark)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+    code = f"from gpu import bench; bench.__file__ = {str(part)!r}; list(bench.child('engine', 0, True, 500))"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'scripts'}:{os.environ.get('PYTHONPATH', '')}"}
+    with subprocess.Popen(["timeout", "500", sys.executable, "-P", "-c", code], env=environment) as turn:
+        while not mark.is_file() or not mark.read_text():
+            assert turn.poll() is None
+            time.sleep(0.05)
+        turn.terminate()  # "timeout" then does what it does when time is over
+    until = time.monotonic() + 20
+    while Path(f"/proc/{mark.read_text()}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{mark.read_text()}").exists()
+
+
 def test_goals_and_predictions_stand_beside_a_figure(bench_gpu):
     predictions = {
         "kernels": {"fast": {"predicted": [1e-6, 2e-6], "goal": 3e-6, "unit": "s"}},
@@ -208,7 +225,8 @@ def test_a_run_begins_with_compiling_and_says_what_it_left_out(bench_gpu, monkey
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
     monkeypatch.setattr(bench_gpu, "child", lambda part, case, dry, limit: iter([{"name": part, "limit": limit}]))
     options = SimpleNamespace(dry_run=False, only=None, tune=False, no_compile=False)
-    rows = list(bench_gpu.figures(options, time.perf_counter(), {"gpu": "NVIDIA H200"}))
+    result = {"machine": {"gpu": "NVIDIA H200"}, "done": []}
+    rows = list(bench_gpu.figures(options, time.perf_counter(), result))
     assert (
         rows[0]["name"] == "compile"
         and rows[0]["variants"] == 3
@@ -226,8 +244,29 @@ def test_a_run_begins_with_compiling_and_says_what_it_left_out(bench_gpu, monkey
         "--seconds",
         "150.0",
     ]
-    late = list(bench_gpu.figures(options, time.perf_counter() - 566, {"gpu": "NVIDIA H200"}))
+    late = list(bench_gpu.figures(options, time.perf_counter() - 566, result | {"done": []}))
     assert all("left out" in row["error"] for row in late[1:]) and len(late) == len(rows)
+
+
+def test_figures_that_are_there_are_not_measured_again(bench_gpu, tmp_path, monkeypatch):
+    """A part whose process ended before its time has none that count; the others keep theirs."""
+    report, asked, ends = tmp_path / "bench.json", [], {"engine 0"}
+
+    def child(part, case, dry, limit):
+        asked.append(name := f"{part} {case}")
+        yield {"name": f"{name}, start", "value": 1.0, "unit": "s"}
+        if name not in ends:
+            yield {"name": name, "error": "exit code 124: took longer than 160 s"}
+
+    monkeypatch.setattr(bench_gpu, "child", child)
+    monkeypatch.setattr("gpu.machine.machine", lambda program, dry: {"gpu": "none"})
+    command = ["bench_gpu", "--dry-run", "--only", "engine", "--resume", "--json", str(report)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert bench_gpu.main() == 0 and asked == ["engine 0", "engine 1"]
+    ends.add("engine 1")
+    assert bench_gpu.main() == 0 and asked[2:] == ["engine 1"]
+    assert [row["name"] for row in json.loads(report.read_text())["rows"]] == ["engine 0, start", "engine 1, start"]
+    assert bench_gpu.main() == 0 and len(asked) == 3
 
 
 def test_choices_of_a_key_are_made_by_all_its_jobs_and_kept_at_once(bench_gpu, tmp_path, monkeypatch):

@@ -84,8 +84,16 @@ def test_ranks_are_left_out_where_gpus_are_too_few(gpu_check, monkeypatch):
     from gpu.checking.ranks import check_ranks
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    (row,) = check_ranks("cuda")
+    alone, row = check_ranks("cuda")
+    assert "NCCL" in alone["error"] or torch.cuda.is_available()
     assert row["skipped"] == "1 GPU here, and NCCL takes none twice: ranks need 2" and row["error"] is None
+
+
+def test_a_rank_that_speaks_to_itself_is_a_row(gpu_check):
+    from gpu.checking.ranks import alone
+
+    assert alone("cpu")["error"] is None
+    assert "no such" in alone("no such")["error"]
 
 
 def process(code, stage="ops", name="x", limit=60.0, **more):

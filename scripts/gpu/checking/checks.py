@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +149,16 @@ def _linears(options: argparse.Namespace, wanted: Callable[[str], bool]) -> Iter
     """Of the CUDA kernels; on a CPU of their host build, small ones."""
     from gpu.checking import linears
 
-    bits, dtype = options.linears.split(",")
+    bits, dtype, *more = options.linears.split(",")
+    ahead = more == ["ahead"]
     if options.device == "cuda":
-        on, sizes = linears.machines("cuda"), linears.SANITIZED if options.smoke else linears.SERVED
+        served = linears.AHEAD if ahead else linears.SERVED
+        on, sizes = linears.machines("cuda", ahead), linears.SANITIZED if options.smoke else served
     else:
         from testing.modules import of_tests
 
-        host = of_tests("cuda_host").host
-        on, sizes = (host(multiprocessors=8), host(multiprocessors=8, dependent=True)), linears.TINY
+        host = partial(of_tests("cuda_host").host, multiprocessors=8, ahead=ahead)
+        on, sizes = (host(), host(dependent=True)), linears.TINY_AHEAD if ahead else linears.TINY
     return linears.check_linears(int(bits), dtype, options.device, on, sizes, wanted)
 
 

@@ -14,7 +14,7 @@ SILENCE, SILENCE_RUNNER = 30.0, 40.0
 SMOKE_SECONDS = 60.0
 PREPARE_SECONDS = 240.0  # compiling before a stage, all of it
 COMPILED = ("triton", "cuda")
-TEST_MODULES = ("test_steps.py", "test_parity.py")
+TEST_MODULES = ("test_steps.py", "test_speculation.py", "test_parity.py")
 # Small cases that go round a ring of copies or split columns, and those of attention.
 RACED = ("linear_group_int [cuda]", "paged_attention [triton]", "sample [triton]")
 _GPU = Path(__file__).resolve().parents[1]
@@ -119,12 +119,12 @@ def items(where: Where, smoke_only: bool, sanitizer: str | None, limit: float) -
     found += [_served(n, limit, "compile served") for n in served if n not in SERVED_FIRST]
     found += [_runner(family, policy, limit) for family, policy in all_but_smoke if family not in WIDE]
     found.append(Item("runner", "ranks", ("--ranks",), limit, silence=SILENCE_RUNNER, after=("compile runner", NVCC)))
-    short = ("--smoke",) if where.dry else ()
-    after_ops = {"triton": ("compile ops",), "cuda": (NVCC,)}
-    found += [_op("ops", n, f, limit, short, after_ops.get(f, ())) for n, f in ops]
     if all(importlib.util.find_spec(name) for name in ("pytest", "transformers")):
         tests = Item("runner", "", (), 2 * limit, silence=SILENCE_RUNNER, after=("compile runner", NVCC))
         found += [replace(tests, name=f"tests {m}", arguments=("--tests", m)) for m in TEST_MODULES]
+    short = ("--smoke",) if where.dry else ()
+    after_ops = {"triton": ("compile ops",), "cuda": (NVCC,)}
+    found += [_op("ops", n, f, limit, short, after_ops.get(f, ())) for n, f in ops]
     return found + (_sanitized(smoke, where, sanitizer, limit) if sanitizer is not None else [])
 
 
@@ -143,15 +143,16 @@ def _runner(family: str, policy: int, limit: float) -> Item:
 
 def _linears(where: Where, limit: float) -> list[Item]:
     """Of the CUDA kernels; in a dry run on the CPU, where a compiler builds them for it."""
-    from gpu.checking.linears import FORMS
+    from gpu.checking.linears import AHEAD_FORMS, FORMS
 
     if not where.dry and "cuda" not in where.families:
         return []
+    wanted = [(f"{bits} bits, {dtype}", f"{bits},{dtype}") for bits, dtype in FORMS]
+    wanted += [(f"{bits} bits, {dtype}, ahead", f"{bits},{dtype},ahead") for bits, dtype in AHEAD_FORMS]
     return [
-        Item("linears", f"served linears, {bits} bits, {dtype}", ("--linears", f"{bits},{dtype}"), 2 * limit,
-             after=(NVCC,), cases=True)
-        for bits, dtype in FORMS
-    ]  # fmt: skip
+        Item("linears", f"served linears, {name}", ("--linears", asked), 2 * limit, after=(NVCC,), cases=True)
+        for name, asked in wanted
+    ]
 
 
 def _sanitized(smoke: list[tuple[str, str]], where: Where, sanitizer: str, limit: float) -> list[Item]:

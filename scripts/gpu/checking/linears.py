@@ -41,6 +41,10 @@ SERVED = Sizes()
 SANITIZED = Sizes(n_in=(4096,), n_out=(523,), groups=(128,), tokens=(1, 9, 65), runs=1)
 TINY = Sizes((128, 320), (40,), (32, 0), (1, 9, 40), 3)
 FORMS = tuple(itertools.product((4, 8), ("float16", "bfloat16")))
+# Of ``ahead``, which no plan takes before it was measured to be faster: weights and tokens that it is for.
+AHEAD_FORMS = FORMS[:2]  # in 4 bits
+AHEAD = replace(SERVED, groups=(128,), tokens=(33, 64, 65, 128, 256))
+TINY_AHEAD = Sizes((128,), (40,), (64,), (40, 70), 3)
 # How far a result may stand from the product: (relative to it, to the root mean square of all, the same of the error).
 # Weights of ``tile`` are rounded to x's dtype, results always: four units in the last place, eight deviations of a sum.
 CLOSE = {"float16": (2**-9, 3e-3, 8e-4), "bfloat16": (2**-6, 2e-2, 5e-3)}
@@ -55,9 +59,13 @@ class Made:
     dense: Tensor
 
 
-def machines(device: str) -> tuple[Machine, Machine | None]:
-    """The GPU, and the same where kernels may be launched before the one before has ended."""
+def machines(device: str, ahead: bool = False) -> tuple[Machine, Machine | None]:
+    """The GPU, and the same where kernels may be launched before the one before has ended. ``ahead``: with the kernels
+    of that name in the place of ``tile``.
+    """
     machine = driver.machine(torch.device(device))
+    if ahead:
+        machine = replace(machine, ahead=lambda tile: True)
     note = driver.fatbin_note(driver.FATBIN)
     capability = capability_of("cuda")
     assert note is not None and capability is not None
