@@ -22,7 +22,8 @@ class Adapters:
     def __init__(self, runner: Runner, digests: Sequence[str]) -> None:
         self._runner = runner
         self._digests = dict(enumerate(digests))
-        self._paths = {number: Path(path) for number, (_, path) in enumerate(runner.options.adapters) if digests}
+        first = runner.options.adapters if digests else ()
+        self._paths = {number: Path(path) for number, (_, path) in enumerate(first)}
         self._leaving: set[int] = set()
         self._digester = ThreadPoolExecutor(1, "adapter-digests")
         self._coming: dict[int, Future[str]] = {}  # digests of those that ``load`` is to take in
