@@ -23,7 +23,8 @@ def write_rank_files(artifact: EngineArtifact, ranks: int) -> None:
     weights, tiles = open_packed(artifact), []
     first = weights if artifact.mtp is None else {**weights, **open_mtp(artifact)}
     for rank in range(ranks):
-        own = _tiles(artifact, weights, rank, ranks, lends=rank == 0)
+        own = _tiles(artifact, weights, rank, ranks)
+        own = own if rank else _but_head(artifact, own)
         told = {"format": "toolkit-engine", "target": CPU_TARGET, "rank": f"{rank} of {ranks}"}
         write_arrays(artifact.path / rank_file(rank, ranks), _arrays(weights if rank else first, own, rank), told)
         tiles.append(own)
@@ -37,18 +38,20 @@ def open_rank(artifact: EngineArtifact) -> Mapping[str, PackedTensor]:
     rank computes."""
     found = open_packed(artifact)
     if artifact.rank is not None:
-        cut = [_tiles(artifact, found, artifact.rank, artifact.ranks, lends=lends) for lends in (True, False)]
-        if artifact.tiles[artifact.rank] not in cut:  # version 0.3 cut the first one's head too
+        own, cut = artifact.tiles[artifact.rank], _tiles(artifact, found, artifact.rank, artifact.ranks)
+        # version 0.3 cut the first one's head too
+        if own != cut and (artifact.rank or own != _but_head(artifact, cut)):
             raise ToolkitError(f"{artifact.path}: cut for ranks by another version; convert the model again")
     return found
 
 
-def _tiles(
-    artifact: EngineArtifact, weights: Mapping[str, PackedTensor], rank: int, ranks: int, *, lends: bool
-) -> Tiles:
-    """``lends``: with the head whole."""
-    found, whole = Parts(artifact.spec, weights, Share(rank, ranks)).tiles, artifact.spec.head if lends else None
-    return {name: (tiles.first, tiles.last) for name, tiles in found.items() if name != whole}
+def _tiles(artifact: EngineArtifact, weights: Mapping[str, PackedTensor], rank: int, ranks: int) -> Tiles:
+    found = Parts(artifact.spec, weights, Share(rank, ranks)).tiles
+    return {name: (tiles.first, tiles.last) for name, tiles in found.items()}
+
+
+def _but_head(artifact: EngineArtifact, tiles: Tiles) -> Tiles:
+    return {name: cut for name, cut in tiles.items() if name != artifact.spec.head}
 
 
 def _arrays(weights: Mapping[str, PackedTensor], own: Tiles, rank: int) -> Iterator[tuple[str, Any, str | None]]:
