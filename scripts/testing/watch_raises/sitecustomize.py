@@ -6,10 +6,14 @@ process that is killed has counted. It is a socket, for boxes may write no files
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+from after_import import AfterImport
+
+del sys.path[0]
 
 MODULES = {"toolkit.errors": "ToolkitError", "toolkit.serve.http.errors": "ApiError"}
 met: set[str] = set()
@@ -33,22 +37,8 @@ def watch(error: type[Exception]) -> None:
     error.__new__ = new  # type: ignore[method-assign,assignment]
 
 
-class Watching(MetaPathFinder):
-    """Watches the two classes as soon as their modules have been read."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname not in MODULES:
-            return None
-        spec = PathFinder.find_spec(fullname, path)
-        if spec and spec.loader:
-            read = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                read(module)
-                watch(getattr(module, MODULES[fullname]))
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+def of(name: str) -> Callable[[Any], None]:
+    return lambda module: watch(getattr(module, name))
 
 
-sys.meta_path.insert(0, Watching())
+sys.meta_path.insert(0, AfterImport({module: of(name) for module, name in MODULES.items()}))

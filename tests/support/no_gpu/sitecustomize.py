@@ -13,14 +13,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 SUPPORT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(SUPPORT.parents[1] / "scripts" / "testing"))
+from after_import import AfterImport  # noqa: E402
+
+del sys.path[0]
 capturing: list[Any] = []  # recorders of graphs
 NAME, CAPABILITY, FREE, TOTAL = "NVIDIA H100 80GB HBM3", (9, 0), 8 << 30, 79 << 30
 
@@ -276,27 +278,9 @@ CHANGED: dict[str, Callable[[Any], None]] = {
 }
 
 
-class Changing(MetaPathFinder):
-    """Changes modules as soon as they have been read."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname not in CHANGED:
-            return None
-        spec = PathFinder.find_spec(fullname, path)
-        if spec and spec.loader:
-            read = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                read(module)
-                CHANGED[fullname](module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
 if any(argument.endswith("precompile.py") for argument in sys.orig_argv):
     os.environ.pop("TRITON_INTERPRET", None)
 else:
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("PYTEST_ADDOPTS", "-k output_arrays")
-sys.meta_path.insert(0, Changing())
+sys.meta_path.insert(0, AfterImport(CHANGED))
