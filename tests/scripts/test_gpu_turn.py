@@ -37,7 +37,7 @@ def turn(out: Path, *more: str, **environment: str) -> subprocess.CompletedProce
             (tree / name).symlink_to(ROOT / name)
         for path in (ROOT / "scripts").iterdir():
             (tree / "scripts" / path.name).symlink_to(path)
-        for name in ("gpu_check", "bench_gpu") if environment else ():
+        for name in ("gpu_check", "bench_gpu", "gpu_user") if environment else ():
             (tree / "scripts" / name).unlink()
             (tree / "scripts" / name).write_text(STUB)
             (tree / "scripts" / name).chmod(0o755)
@@ -69,11 +69,12 @@ def test_a_stage_finds_all_that_it_needs(stage: str, tmp_path: Path) -> None:
 
 
 def test_what_matters_most_comes_first_and_what_came_back_is_not_done_again(tmp_path: Path) -> None:
-    out, log, also = tmp_path / "out", tmp_path / "log", ("--also", "exit 0")
-    first = turn(out, *also, LOG=str(log), FAILS="check.json engine.json")
+    out, log, model = tmp_path / "out", tmp_path / "log", ("--model", "demo")
+    first = turn(out, *model, LOG=str(log), FAILS="check.json engine.json")
     stages = [line.partition(":")[0] for line in first.stdout.splitlines()]
-    assert first.returncode == 1 and stages == ["check", "row_wise", "also", "engine", "tune"], first
+    assert first.returncode == 1 and stages == ["check", "row_wise", "user", "engine", "tune"], first
     called = log.read_text().splitlines()
+    assert called.pop(2).split()[:2] == ["gpu_user", "demo"]
     assert all("--resume" in line for line in called)
     assert ["--no-compile" in line for line in called] == [True, True, True, False]
     back = list(out.iterdir())
@@ -81,7 +82,7 @@ def test_what_matters_most_comes_first_and_what_came_back_is_not_done_again(tmp_
     log.write_text("")
     for path in back:  # as they are fetched
         path.chmod(0o444)
-    second = turn(tmp_path / "again", "--earlier", str(out), *also, LOG=str(log), FAILS="none")
+    second = turn(tmp_path / "again", "--earlier", str(out), *model, LOG=str(log), FAILS="none")
     assert second.returncode == 0, second
     assert [line.split()[0] for line in log.read_text().splitlines()] == ["gpu_check", "bench_gpu"]
     assert second.stdout.count("done before") == 3
