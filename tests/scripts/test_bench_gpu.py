@@ -127,9 +127,9 @@ def test_a_turn_goes_on_where_it_ended(tmp_path):
 
     late = turn("--seconds", "5", "--only", "check")
     assert late.returncode == 1 and late.stdout == "check: left out, time was over\n"
-    failed = turn("--only", "also", "--also", "echo within {} s; exit 3")
-    assert failed.returncode == 1 and failed.stdout.startswith("also: exit code 3")
-    assert (tmp_path / "log.txt").read_text() == "within 195 s\n"
+    failed = turn("--only", "user", "--model", str(tmp_path / "none"))
+    assert failed.returncode == 1 and failed.stdout.startswith("user: exit code 1")
+    assert "no such file" in (tmp_path / "log.txt").read_text()
     first = turn("--only", "row_wise")
     assert first.returncode == 0 and first.stdout.startswith("row_wise: exit code 0"), first
     assert all("value" in row for row in json.loads((tmp_path / "row_wise.json").read_text())["rows"])
