@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -66,7 +67,13 @@ def capability_of(device: torch.device) -> int:
         return record[0]
     if device.type != "cuda":
         return 90
-    major, minor = torch.cuda.get_device_capability(device)
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache
+def _capability(index: int) -> int:
+    """Of a GPU; torch takes microseconds for it, and every launch asks."""
+    major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
 
 

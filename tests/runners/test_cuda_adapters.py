@@ -66,12 +66,14 @@ def test_steps_that_mix_adapters_run_in_one_graph_and_steps_without_in_another(p
 def test_warm_up_captures_steps_with_adapters_too(pair):
     ours, device, oracle = pair()
     ours.runner.warm_up(2, 64, 32)
-    assert device.captures == 4 and device.replays == 0  # 2 and 1 sequences, with adapters and without
+    adapted = [(key.rows, key.adapted) for key in ours.runner._steps.graphs.keys()]
+    assert sorted(adapted) == [(1, False), (1, True), (2, False), (2, True)]
+    before = device.replays
     assert [ours.add(), oracle.add()] == [0, 0]
     _both(ours, oracle, {0: [3, 4, 5]}, [1])
     for adapter in (1, -1, 0):
         _both(ours, oracle, {0: [6]}, [adapter])
-    assert device.captures == 4 and device.replays == 3
+    assert len(ours.runner._steps.graphs.keys()) == 4 and device.replays == before + 3
 
 
 def test_memory_counts_adapters_and_an_unknown_one_fails_the_step(pair, tiny_models, support):

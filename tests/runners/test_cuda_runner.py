@@ -5,6 +5,8 @@ The oracle is the runner without graphs, which ``test_parity.py`` compares with 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ from toolkit.runners.tensor.runner import TensorRunner
 from toolkit.runners.tensor.step.draws import columns, uniforms
 from toolkit.runners.tensor.step.idle import idle_batch
 from toolkit.runners.tensor.step.inputs import graph_rows
+from toolkit.runners.tensor.step.prompts import most_tokens
 from toolkit.runners.tensor.traits import model_traits
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -116,9 +119,88 @@ def test_long_contexts_are_split_and_merged_in_graphs_with_room_to_spare(pair):
     assert tiles == [(2, 2), (2, 4), (1, 1), (1, 2)]  # up to 256 tokens, and beyond
     assert [ours.add(), ours.add()] == [oracle.add(), oracle.add()]
     _both(ours, oracle, {0: _prompt(254, 1), 1: [3]})
+    before = device.replays
     for token in (5, 6, 7, 8):  # the second ends a range of keys: 2 tiles, then 3 in room for 4
         _both(ours, oracle, {0: [token], 1: [token]})
-    assert device.captures == 4 and device.replays == 4
+    assert len(ours.runner._steps.graphs.keys()) == 4 and device.replays == before + 4
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "gemma2",
+        pytest.param("mixtral", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", marks=pytest.mark.slow),
+    ],
+)
+def test_prompts_chunks_and_both_beside_decoding_are_graphs_padded_to_a_size(family, pair):
+    ours, device, oracle = pair(family, layers=None)
+    assert [ours.add() for _ in range(4)] == [oracle.add() for _ in range(4)]
+    prompts, sizes = ours.runner._ready().prompts, []
+    for turn in range(4):  # kernel by kernel, then as graphs; each time other tokens, lengths and tables
+        before = len(prompts.keys())
+        _both(ours, oracle, {0: _prompt(27 + turn, turn), 1: _prompt(6, turn)}, want="all")  # a prompt and a chunk
+        _both(ours, oracle, {2: _prompt(2, turn), 3: [5 + turn], 1: _prompt(20 - turn, turn)})  # beside decoding
+        _both(ours, oracle, {2: [4, 6, 7], 0: [8, turn, 9], 3: [3, 3, turn]}, want="all")  # as guesses are verified
+        _both(ours, oracle, {n: [7] for n in range(4)})
+        sizes.append(len(prompts.keys()) - before)
+    assert {key.rows for key in prompts.keys()} == {16, 32, 64} and sizes[-1] == 0 and device.replays > 4
+
+
+def test_prompts_behind_long_contexts_merge_in_graphs(pair):
+    ours, device, oracle = pair("llama")
+    assert [ours.add(), ours.add()] == [oracle.add(), oracle.add()]
+    _both(ours, oracle, {0: _prompt(260, 1), 1: [3]})
+    for turn in range(4):
+        _both(ours, oracle, {0: [5 + turn], 1: _prompt(9 + turn, turn)})
+    merged = [merged for key in ours.runner._steps.prompts.keys() for *_, merged in key.tiles]
+    assert True in merged and device.replays > 0
+
+
+def test_steps_that_ask_for_more_than_tokens_run_kernel_by_kernel(pair):
+    ours, device, oracle = pair("llama")
+    ours.runner.warm_up(1, 64, 64)
+    assert [ours.add(), oracle.add()] == [0, 0]
+    layers = {"aux_layers": (0, 1), "aux_index": np.arange(12, dtype=np.int32)}
+    found, expected = (driver.step({0: _prompt(12)}, **layers) for driver in (ours, oracle))
+    np.testing.assert_allclose(found.aux, expected.aux, **CLOSE)
+    assert device.replays == 0
+    _both(ours, oracle, {0: _prompt(12, 1)})
+    assert device.replays == 1
+
+
+@pytest.mark.parametrize(
+    "family, expands, most",
+    [("llama", False, 1024), ("llama", True, 256), ("minicpm3", False, 0), ("mamba2", False, 0)],
+)
+def test_which_steps_with_prompts_are_graphs(family, expands, most, tiny_models):
+    spec = open_model(tiny_models(family)).spec
+    assert most_tokens(spec, expands) == most
+
+
+def test_the_larger_a_model_the_fewer_tokens_are_worth_a_graph():
+    def most(billions):
+        linear = SimpleNamespace(in_features=1000, out_features=int(billions * 1e6))
+        spec = SimpleNamespace(
+            mixers=list, paged=list, cache_groups=(), mutual=False, block=1, linears=lambda: [linear]
+        )
+        return most_tokens(spec, False)
+
+    assert [most(b) for b in (0.1, 1, 7, 13, 70, 1000)] == [1024, 1024, 512, 384, 64, 0]
+
+
+def test_a_graph_of_prompts_that_cannot_be_leaves_decode_steps_theirs(pair, caplog):
+    ours, device, oracle = pair("llama")
+    assert [ours.add(), oracle.add()] == [0, 0]
+    _both(ours, oracle, {0: _prompt(20)})
+    device.fail_captures = 2
+    for turn in range(3):
+        _both(ours, oracle, {0: _prompt(20, turn)})
+    assert "no memory is left to capture steps with prompts" in caplog.text
+    for token in (5, 6, 7):
+        _both(ours, oracle, {0: [token]})
+    assert device.captures == 1 and device.replays == 1
 
 
 def test_without_attention_a_graph_serves_every_length(pair):
@@ -290,7 +372,7 @@ def test_without_memory_for_graphs_decode_steps_run_kernel_by_kernel(pair, caplo
     _both(ours, oracle, {0: [3, 4]})
     for token in (5, 6, 7):
         _both(ours, oracle, {0: [token]})
-    assert device.captures == 0 and "no memory is left to capture" in caplog.text
+    assert device.captures == 0 and "no memory is left to capture decode steps" in caplog.text
 
 
 def test_a_capture_that_fails_is_tried_once_more(pair, caplog):
@@ -405,11 +487,14 @@ def test_the_stand_in_has_the_methods_of_a_device(pair):
 def test_warm_up_captures_every_size_and_leaves_no_trace(pair):
     ours, device, oracle = pair("llama")
     ours.runner.warm_up(3, 64, 100)
-    assert device.captures == 3 and device.replays == 0  # 4, 2 and 1 sequences
+    decode, prompts = ours.runner._steps.graphs.keys(), ours.runner._steps.prompts.keys()
+    assert [key.rows for key in decode] == [4, 2, 1] and {key.rows for key in prompts} == {8, 16, 32, 64, 96}
+    captures, before = device.captures, device.replays
+    assert captures == len(decode) + len(prompts)
     assert [ours.add(), oracle.add()] == [0, 0]
-    _both(ours, oracle, {0: _prompt(9)})
-    _both(ours, oracle, {0: [5]})
-    assert device.captures == 3 and device.replays == 1
+    for replays, ids in enumerate((_prompt(9), [5], _prompt(40)), start=1):
+        _both(ours, oracle, {0: ids})
+        assert device.captures == captures and device.replays == before + replays
     with pytest.raises(RunnerError, match="from_previous"):
         ours.runner.warm_up(1, 64, 16)
         ours.step({0: [0]}, from_previous=np.zeros(1, np.int32))

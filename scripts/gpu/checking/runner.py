@@ -50,7 +50,8 @@ def driver_of(runner: Any, family: str) -> Any:
 
 
 def drive(driver: Any, family: str, want: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Prompts in chunks, ragged batches, decode steps through graphs of several sizes: (label, output) of each step.
+    """Prompts in chunks, ragged batches, decode steps and prompts through graphs of several sizes: (label, output) of
+    each step.
 
     ``want``: what every step returns, as the driver takes it; None: logits too, but of decode steps tokens alone.
     """
@@ -66,6 +67,8 @@ def drive(driver: Any, family: str, want: str | None = None) -> Iterator[tuple[s
     for n in (3, 3, 3, 1, 2):
         yield f"decode {n}", driver.step({i: prompt(1) for i in range(n)}, want or "last")
     yield "after graphs", driver.step({0: prompt(2), 1: prompt(1), 2: prompt(1)}, want or "all")
+    for turn in (1, 2, 3):  # kernel by kernel, which captures it; then twice as a graph, padded
+        yield f"chunks {turn}", driver.step({0: prompt(13 + turn), 1: prompt(1), 2: prompt(6)}, want or "all")
 
 
 def check_runner(family: str, policy: int, device: str, graphs: bool = True) -> Iterator[dict[str, Any]]:

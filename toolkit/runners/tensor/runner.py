@@ -44,6 +44,7 @@ from toolkit.runners.tensor.layers.lora import Adapters, AdapterStep
 from toolkit.runners.tensor.ops import Ops, choose_ops
 from toolkit.runners.tensor.split import Split
 from toolkit.runners.tensor.step.pending import Failed
+from toolkit.runners.tensor.step.prompts import most_tokens
 from toolkit.runners.tensor.step.steps import Steps
 from toolkit.runners.tensor.step.tiles import partial_bytes
 from toolkit.runners.tensor.towers.encoders import encoder_of
@@ -98,6 +99,8 @@ class TensorRunner:
         with on_device(self._on.torch):
             self._ops = ops or self._choose_ops(sample)
         self._place = self._placement(sample, dense)
+        expands = isinstance(sample, GroupInt) and not self._place.dequantize
+        self._prompts = 0 if graphs is None else most_tokens(spec, expands)
         self._weight_bytes = weight_bytes(spec, stored, self._place, adapters)
         self.notes = self._describe(sample)
         self._decoder: Decoder | None = None
@@ -154,6 +157,7 @@ class TensorRunner:
             element = max(element, 4)  # norms and softmax make float32 copies
         else:
             own += partial_bytes(self.spec, blocks, size, rest)
+            own += self._prompts * activation_bytes(self.spec, element)  # graphs' own
         patch = 0 if self.spec.vision is None else patch_numbers(self.spec.vision) * element
         looked_at = sum(mixer.row for _, mixer in self.spec.mixers() if mixer.kind == "cross") * self._dtype.itemsize
         activations = activation_bytes(self.spec, element)
@@ -249,7 +253,9 @@ class TensorRunner:
         if self._steps is None:
             if self._decoder is None or self._cache is None:
                 raise RunnerError("the runner has no weights or no cache; call load_weights and allocate_cache first")
-            self._steps = Steps(self.spec, self._decoder, self._cache, self._on, self._graphs, self._adapter_step)
+            self._steps = Steps(
+                self.spec, self._decoder, self._cache, self._on, self._graphs, self._adapter_step, self._prompts
+            )
         return self._steps
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Decode steps as captured graphs."""
+"""Steps as captured graphs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from torch import Tensor
 from toolkit.kernels import KernelError
 from toolkit.runners.tensor.devices.device import GraphDevice, Replay
 from toolkit.runners.tensor.step.inputs import DecodeArrays, GraphKey
+from toolkit.runners.tensor.step.prompts import PromptArrays, PromptKey
 from toolkit.runners.tensor.step.staging import Layout, send
 
 log = logging.getLogger(__name__)
 MOST_GRAPHS = 192  # kept; the ones that were not used for longest go
 
 # The body of a step: it reads the views it is given, and returns logits where it does not draw.
-Body = Callable[[dict[str, Tensor], DecodeArrays, GraphKey], Tensor | None]
+Made = DecodeArrays | PromptArrays
+Key = GraphKey | PromptKey
+Body = Callable[[dict[str, Tensor], Any, Any], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -37,18 +40,20 @@ class Graph:
 class Graphs:
     """Graphs by key, captured when a key comes for the first time; a device without them runs steps one by one.
 
-    ``body``: of every step; ``attends``: whether it does attention, whose tiles are known once a step has run. Graphs
-    share a pool for their intermediate results: what one leaves is overwritten by the next.
+    ``what``: the steps, in a warning; ``body``: of every step; ``attends``: whether it does attention, whose tiles are
+    known once a step has run. Graphs share a pool for their intermediate results: what one leaves is overwritten by the
+    next.
     """
 
+    what: str
     device: GraphDevice
     body: Body
     attends: bool
     enabled: bool = True
-    _graphs: OrderedDict[GraphKey, Graph] = field(default_factory=OrderedDict)
+    _graphs: OrderedDict[Key, Graph] = field(default_factory=OrderedDict)
     _pool: Any = None  # of the graphs that are captured next
 
-    def keys(self) -> list[GraphKey]:
+    def keys(self) -> list[Key]:
         """What there are graphs for, the one used last at the end."""
         return list(self._graphs)
 
@@ -57,12 +62,12 @@ class Graphs:
         self._graphs.clear()
         self._pool = None
 
-    def run(self, made: DecodeArrays) -> tuple[Tensor | None, Callable[[], None] | None]:
+    def run(self, made: Made) -> tuple[Tensor | None, Callable[[], None] | None]:
         """Submit a step: (its logits, where it does not draw; what captures it once its results are on their way).
 
         The second is None where the step was replayed.
         """
-        key = made.key()
+        key: Any = made.key()
         arrays = made.padded(key)
         graph = self._graphs.get(key)
         if graph is not None:
@@ -77,7 +82,7 @@ class Graphs:
         capture = self.enabled and (bool(key.tiles) or not self.attends)  # it is known how attention cuts a step
         return logits, (lambda: self._capture(key, made, layout, buffer)) if capture else None
 
-    def _capture(self, key: GraphKey, made: DecodeArrays, layout: Layout, buffer: Tensor) -> None:
+    def _capture(self, key: Key, made: Made, layout: Layout, buffer: Tensor) -> None:
         views = layout.views(buffer)
         for last in (False, True):
             left: list[Tensor | None] = []
@@ -101,4 +106,4 @@ class Graphs:
         self.enabled = False
         self.clear()
         why = "no memory is left" if isinstance(error, self.device.trouble()) else "the device refuses"
-        log.warning("%s to capture decode steps: they run kernel by kernel (%s)", why, error)
+        log.warning("%s to capture %s: they run kernel by kernel (%s)", why, self.what, error)

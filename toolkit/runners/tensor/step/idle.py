@@ -56,11 +56,11 @@ def idle_prompts(length: int, tokens: int) -> list[list[Added]]:
     sizes = {min(LEAST_PROMPT << i, tokens) for i in range(max(tokens, LEAST_PROMPT).bit_length())}
     chunk = min(CHUNK, tokens, length)
     apart = max(n for n in (1, *(keys + 1 for keys in DECODE_KEYS.values())) if n <= length)
-    steps = [[(n, n) for n in _parts(size, length)] for size in sorted(sizes)]
+    steps = [[(n, n) for n in parts(size, length)] for size in sorted(sizes)]
     return [*steps, [(1, apart), (chunk, chunk)], [(chunk, min(length, PROMPT_KEYS + max(1, chunk // 2)))]]
 
 
-def _parts(tokens: int, most: int) -> list[int]:
+def parts(tokens: int, most: int) -> list[int]:
     """``tokens`` in parts of at most ``most``."""
     return [min(most, tokens - at) for at in range(0, tokens, most)]
 

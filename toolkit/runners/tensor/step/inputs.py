@@ -14,7 +14,7 @@ import numpy as np
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.step.draws import columns
-from toolkit.runners.tensor.step.tiles import Cut, DecodeCut, Heads, Kind, sight_of
+from toolkit.runners.tensor.step.tiles import Cut, DecodeCut, Heads, Kind, TileRows, sight_of
 
 ADAPTER = "adapter"  # the array of tokens' adapters, where there is one
 TURNED = "turned"  # the lengths that dynamic rope reaches, of tokens that have their own
@@ -135,26 +135,28 @@ def decode_arrays(
     spare: tuple[int, ...],
     block_size: int,
     rope_offset: int,
-    tile_rows: dict[Kind, dict[Heads, int]],
+    tile_rows: dict[Kind, TileRows],
     kept: dict[tuple[Kind, Heads], DecodeCut],
     draws: bool,
     adapters: np.ndarray | None,
 ) -> DecodeArrays:
-    """A decode step, padded to ``graph_rows``. ``spare``: of each group the block for what pads; ``tile_rows``: rows of
-    a tile of attention by kind and heads, as far as known; ``kept``: the cuts of the step before, which become those of
+    """A decode step, padded to ``graph_rows``. ``spare``: of each group the block for what pads; ``tile_rows``: by
+    kind, as far as known; ``kept``: the cuts of the step before, which become those of
     this one; ``adapters``: see ``token_arrays``.
     """
     n = len(batch.seq_lens)
     rows = graph_rows(n)
     arrays = token_arrays(batch, spec, rope_offset, adapters) | (columns(batch.sampling) if draws else {})
     fills = {"source": -1, ADAPTER: -1} | {f"slots{g}": block * block_size for g, block in enumerate(spare)}
-    arrays = {name: _pad(a, rows, fills.get(name, 0)) for name, a in arrays.items()}
+    arrays = {name: pad(a, rows, fills.get(name, 0)) for name, a in arrays.items()}
     for group, table in enumerate(batch.block_tables):
-        arrays[f"table{group}"] = _pad(table, rows, spare[group])
-    lengths = _pad(batch.seq_lens, rows, 1)
+        arrays[f"table{group}"] = pad(table, rows, spare[group])
+    lengths = pad(batch.seq_lens, rows, 1)
     cuts = {}
     for kind, by_heads in tile_rows.items():
-        for heads, count in by_heads.items():
+        for (step, heads), count in by_heads.items():
+            if step != "decode":
+                continue
             before = kept.get((kind, heads))
             found = before.at(lengths) if before is not None and before.rows == count else None
             if found is None:
@@ -164,7 +166,8 @@ def decode_arrays(
     return DecodeArrays(batch, arrays, lengths, cuts, rows, draws)
 
 
-def _pad(array: np.ndarray, rows: int, fill: float) -> np.ndarray:
+def pad(array: np.ndarray, rows: int, fill: float) -> np.ndarray:
+    """``array`` with as many more rows of ``fill``."""
     if len(array) == rows:
         return array
     out = np.full((rows, *array.shape[1:]), fill, array.dtype)

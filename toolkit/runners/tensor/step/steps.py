@@ -1,4 +1,4 @@
-"""Running steps: decode steps through graphs where the device captures them, all others kernel by kernel.
+"""Running steps: decode steps and short prompts through graphs where the device captures them, others kernel by kernel.
 
 With graphs nothing here waits for the device.
 """
@@ -26,7 +26,7 @@ from toolkit.runners.tensor.step.checks import check_batch, check_sampling
 from toolkit.runners.tensor.step.context import StepContext
 from toolkit.runners.tensor.step.draws import DRAWN_BY, plain
 from toolkit.runners.tensor.step.graphs import Graphs
-from toolkit.runners.tensor.step.idle import idle_batch, idle_prompts
+from toolkit.runners.tensor.step.idle import idle_batch, idle_prompts, parts
 from toolkit.runners.tensor.step.inputs import (
     ADAPTER,
     TURNED,
@@ -37,14 +37,16 @@ from toolkit.runners.tensor.step.inputs import (
     decode_arrays,
     graph_rows,
     is_decode,
+    power_of_2,
     table_arrays,
     tile_name,
     token_arrays,
 )
 from toolkit.runners.tensor.step.pending import Pending
+from toolkit.runners.tensor.step.prompts import SIZES, PromptArrays, PromptKey, fits, prompt_arrays
 from toolkit.runners.tensor.step.rows import chosen_experts, produce
 from toolkit.runners.tensor.step.sampler import sample_rows
-from toolkit.runners.tensor.step.tiles import AttentionPlan, DecodeCut, Heads, sight_of
+from toolkit.runners.tensor.step.tiles import AttentionPlan, DecodeCut, Heads, TileRows, sight_of
 
 log = logging.getLogger(__name__)
 TAPPED = "tapped"  # of a step's arrays, flat tokens whose streams come back
@@ -52,11 +54,13 @@ MOST_SAMPLED = 8192  # rows whose tokens the next step may refer to
 WARM_LENGTHS = (256, 512, 1024, 2048, 4096)  # tokens beyond which there are graphs from the start, with more tiles
 # Steps of more sequences than FEW_ROWS are captured for lengths beyond MANY_LENGTH when they first come.
 FEW_ROWS, MANY_LENGTH = 8, 512
+MOST_ENTRIES = 1 << 18  # of a block table that goes over with every step of a prompt's graph
 
 
 class Steps:
     """One model and one cache at work on ``device``. ``on_graphs``: the same device where decode steps are captured and
-    nothing may wait, else None; ``adapters``: what the decoder's linears ask for the step's adapters.
+    nothing may wait, else None; ``adapters``: what the decoder's linears ask for the step's adapters; ``prompts``:
+    tokens of the largest step with prompts that is to be a graph, 0: none is.
     """
 
     def __init__(
@@ -67,18 +71,25 @@ class Steps:
         device: Device,
         on_graphs: GraphDevice | None,
         adapters: AdapterStep,
+        prompts: int = 0,
     ) -> None:
         self.spec, self.decoder, self.cache, self.device = spec, decoder, cache, device
         self.adapters = adapters
         q_scales = (a.q_scale for _, a in spec.attention_layers() if a.q_scale is not None)
         self._positions = PositionTables(spec.ropes(), q_scales, device.torch)
-        self._tile_rows: dict[Kind, dict[Heads, int]] = {(group, kept.window): {} for _, group, kept in spec.paged()}
+        self._tile_rows: dict[Kind, TileRows] = {(group, kept.window): {} for _, group, kept in spec.paged()}
         self.graphs: Graphs | None = None
+        self.prompts: Graphs | None = None  # steps with prompts
+        self._most_tokens, self._room = prompts, (0, 0)
+        self._left: tuple[Tensor, Tensor] | None = None  # what a step with a prompt leaves for its norm and head
         if on_graphs is not None:
             one = (
                 spec.block == 1 and not spec.mutual
             )  # else no step is of one token a sequence, which is what graphs are of
-            self.graphs = Graphs(on_graphs, self._decode_body, bool(self._tile_rows), one and _capturable(decoder))
+            attends, may = bool(self._tile_rows), one and _capturable(decoder)
+            self.graphs = Graphs("decode steps", on_graphs, self._decode_body, attends, may)
+            if prompts and may and decoder.split is None and decoder.added is None:
+                self.prompts = Graphs("steps with prompts", on_graphs, self._prompt_body, attends)
         self._cuts: dict[tuple[Kind, Heads], DecodeCut] = {}  # of the decode step before
         self._pictures: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # by number, what cross layers keep of them
         self._previous = torch.zeros(MOST_SAMPLED, dtype=torch.int64, device=device.torch)
@@ -96,7 +107,7 @@ class Steps:
         if self.graphs is not None and is_decode(batch):
             tensors, capture = self._decode(batch, self.graphs)
         else:
-            tensors, capture = self._mixed(batch), None
+            tensors, capture = self._mixed(batch)
         self._sampled = rows = len(batch.sample_index) if self._ends else 0
         found = self.device.fetch(tensors)
         if capture is not None:
@@ -112,8 +123,8 @@ class Steps:
 
     def warm_up(self, most: int, length: int, tokens: int) -> None:
         """Compile the kernels of steps of up to ``tokens`` tokens of sequences up to ``length``, and capture decode
-        steps of up to ``most``, large ones first: smaller ones then fit the memory of their pool. Where there are
-        adapters, prompts and short sequences once more with them. Without graphs there is nothing to do.
+        steps of up to ``most`` and short prompts, large ones first: smaller ones then fit the memory of their pool.
+        Where there are adapters, prompts and short sequences once more with them. Without graphs that is nothing.
         """
         if self.graphs is None:
             return
@@ -125,6 +136,15 @@ class Steps:
             for added in idle_prompts(length, tokens):
                 self._mixed(idle(added, spare, size, adapter))
             self._decode(idle([(1, 1)], spare, size, adapter, self.spec.vocab_size), self.graphs)
+        table = -(-length // size)
+        if (most + 1) * table <= MOST_ENTRIES:  # else tables have room for as much as a step needs
+            self._room = power_of_2(most + 1), power_of_2(table)
+        for n in reversed(SIZES if self.prompts is not None else ()):
+            if n <= min(self._most_tokens, tokens):
+                for whole in (parts(n, length), [1, *parts(n - 1, length)]):
+                    _, capture = self._mixed(idle([(new, new) for new in whole], spare, size))
+                    if capture is not None:
+                        capture()
         for rows in sorted({graph_rows(n) for n in range(1, min(most, MOST_SAMPLED) + 1)}, reverse=True):
             longest = (length if rows <= FEW_ROWS else min(length, MANY_LENGTH + 1)) if self._tile_rows else 0
             beyond = (n + 1 for n in WARM_LENGTHS if n < longest)
@@ -136,8 +156,10 @@ class Steps:
 
     def _reach(self, position: int) -> None:
         """Have what positions up to this one need."""
-        if self._positions.reach(position) and self.graphs is not None:
-            self.graphs.clear()
+        if self._positions.reach(position):
+            for graphs in (self.graphs, self.prompts):
+                if graphs is not None:
+                    graphs.clear()
 
     def check(self, batch: StepBatch) -> None:
         """Raise RunnerError for a batch that cannot be."""
@@ -192,8 +214,62 @@ class Steps:
 
     # -- any step
 
-    def _mixed(self, batch: StepBatch) -> dict[str, Tensor]:
-        """Prompts, or rows that a graph does not return: kernel by kernel."""
+    def _mixed(self, batch: StepBatch) -> tuple[dict[str, Tensor], Callable[[], None] | None]:
+        """Prompts, or rows that a decode step does not return: (results on the device, what captures the step)."""
+        graphs, capture = self.prompts, None
+        routes: list[tuple[Tensor, Tensor]] | None = [] if len(batch.routes_index) else None
+        taps: dict[int, Tensor | None] = dict.fromkeys(batch.aux_layers)
+        delta: Tensor | None
+        if graphs is not None and graphs.enabled and fits(batch, self._most_tokens):
+            x, delta, capture = self._prompt(batch, graphs)
+        else:
+            x, delta = self._kernel_by_kernel(batch, routes, taps)
+        if self._ends:
+            found = produce(self.decoder, x, delta, batch, self.device)
+        else:
+            assert self.decoder.split is not None
+            self.decoder.split.send(x.float() if delta is None else x + delta)
+            found = {}
+        if taps and len(batch.aux_index):
+            found["aux"] = torch.stack([tap for tap in taps.values() if tap is not None], 1)
+        if routes:
+            found["routes"] = chosen_experts(routes, batch.routes_index, self.device)
+        if "tokens" in found:
+            self._previous[: len(batch.sample_index)].copy_(found["tokens"])
+        return found, capture
+
+    def _prompt(self, batch: StepBatch, graphs: Graphs) -> tuple[Tensor, Tensor, Callable[[], None] | None]:
+        """What the layers leave, of padding too, and what captures the step."""
+        adapters, offset = self.adapters.of_tokens(batch), self._positions.offset
+        spare, size = self.cache.num_blocks, self.cache.block_size
+        made = prompt_arrays(batch, self.spec, spare, size, offset, self._tile_rows, adapters, self._room)
+        _, capture = graphs.run(made)
+        assert self._left is not None
+        x, delta = self._left
+        return x[: made.tokens], delta[: made.tokens], capture
+
+    def _prompt_body(self, t: dict[str, Tensor], made: PromptArrays, key: PromptKey) -> None:
+        """What a graph of a step with prompts holds: everything from token ids to what the last layer leaves."""
+        put, starts, lengths = self.device.put, made.starts, made.lengths
+        plans = {
+            kind: AttentionPlan(t[f"table{kind[0]}"], starts, lengths, sight_of(self.spec, kind), put, rows, made.own)
+            for kind, rows in self._tile_rows.items()
+        }
+        for kind, heads, step, room, merged in key.tiles:
+            items, merges = t[tile_name("items", kind, heads)], t[tile_name("merges", kind, heads)]
+            plans[kind].give(heads, items, merges, room if merged else 0, step)
+        x, delta = self._layers(self._embed(t), t, plans, made.batch)
+        self.adapters.use(None, self.decoder.ops)
+        assert delta is not None, "a model has layers"
+        if self._left is None:  # memory of a graph is overwritten by the next one
+            self._left = x.new_empty(self._most_tokens, x.shape[1]), delta.new_empty(self._most_tokens, delta.shape[1])
+        self._left[0][: key.rows].copy_(x)
+        self._left[1][: key.rows].copy_(delta)
+
+    def _kernel_by_kernel(
+        self, batch: StepBatch, routes: list[tuple[Tensor, Tensor]] | None, taps: dict[int, Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the layers leave of a step of any kind; ``routes`` and ``taps``: see ``StepContext``."""
         adapters = self.adapters.of_tokens(batch)
         arrays = token_arrays(batch, self.spec, self._positions.offset, adapters) | axes_array(batch)
         arrays |= table_arrays(batch)
@@ -218,22 +294,7 @@ class Steps:
             for kind in self._tile_rows
         }
         self._remember(batch)
-        routes: list[tuple[Tensor, Tensor]] | None = [] if len(batch.routes_index) else None
-        taps: dict[int, Tensor | None] = dict.fromkeys(batch.aux_layers)
-        x, delta = self._layers(x, t, plans, batch, routes, taps)
-        if self._ends:
-            found = produce(self.decoder, x, delta, batch, self.device)
-        else:
-            assert split is not None
-            split.send(x.float() if delta is None else x + delta)
-            found = {}
-        if taps and TAPPED in t:
-            found["aux"] = torch.stack([tap for tap in taps.values() if tap is not None], 1)
-        if routes:
-            found["routes"] = chosen_experts(routes, batch.routes_index, self.device)
-        if "tokens" in found:
-            self._previous[: len(batch.sample_index)].copy_(found["tokens"])
-        return found
+        return self._layers(x, t, plans, batch, routes, taps)
 
     def _remember(self, batch: StepBatch) -> None:
         """Keys and values of the pictures that are new, none of those that are not wanted any more."""

@@ -17,6 +17,7 @@ from toolkit.models.spec import DecoderSpec
 
 Kind = tuple[int, int | None]  # cache group, window
 Heads = tuple[int, int]  # query heads a key head, keys of the first ranges of decoding
+TileRows = dict[tuple[str, Heads], int]  # rows of a tile of attention by kind of step (``kind_of``) and heads
 NOTHING = -1  # the sequence of a tile without work
 PART_KEYS = 256  # keys that one partial result of decode attention stands for
 PART_ROWS = 16  # rows of a partial result, padding included
@@ -113,7 +114,8 @@ class AttentionPlan:
     """What ``paged_attention`` is given as its plan, for one cache group and sight.
 
     ``ready``: tiles that are on the device already; others are made when asked for and ``put`` there. ``rows``: how
-    many rows a tile of a decode step has, by heads; what is learnt is kept there.
+    many rows a tile has; what is learnt is kept there. ``own``: the first sequences, by which the kind of step goes;
+    None: all.
     """
 
     table: Tensor
@@ -121,21 +123,20 @@ class AttentionPlan:
     seq_lens: np.ndarray
     sight: Sight
     put: Callable[[dict[str, np.ndarray]], dict[str, Tensor]]
-    rows: dict[Heads, int]
+    rows: TileRows
+    own: int | None = None
     ready: dict[Heads, Tiles] = field(default_factory=dict)
 
-    def give(self, heads: Heads, items: Tensor, merges: Tensor, parts: int) -> None:
-        """Tiles of a decode step that are on the device already; ``parts``: partial results there is room for."""
-        self.ready[heads] = Tiles(items, merges, parts, self.rows[heads], "decode")
+    def give(self, heads: Heads, items: Tensor, merges: Tensor, parts: int, kind: str = "decode") -> None:
+        """Tiles that are on the device already; ``parts``: partial results there is room for; ``kind``: of step."""
+        self.ready[heads] = Tiles(items, merges, parts, self.rows[kind, heads], kind)
 
     def tiles(self, group: int, first: int, block_rows: Callable[[str], int]) -> Tiles:
         """See ``kernels.triton.attention.plan.Plan``."""
         found = self.ready.get((group, first))
         if found is None:
-            kind = kind_of(np.diff(self.cu_seqlens), group)
-            rows = block_rows(kind)
-            if kind == "decode":
-                self.rows[group, first] = rows
+            kind = kind_of(np.diff(self.cu_seqlens)[: self.own], group)
+            rows = self.rows[kind, (group, first)] = block_rows(kind)
             made = Cut(*cut(self.cu_seqlens, self.seq_lens, self.sight, group, first, rows))
             on_device = self.put({"items": made.items, "merges": made.merges})
             found = Tiles(on_device["items"], on_device["merges"], made.parts, rows, kind)

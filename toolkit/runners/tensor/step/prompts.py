@@ -1,0 +1,145 @@
+"""Steps with prompts as graphs: a step of any sequences, padded to a number of tokens that graphs are captured at.
+
+Launching a step kernel by kernel takes the host 0.8 ms a layer, whatever the tokens (measured on an H200,
+docs/figures/gpu-h200.md). Of few tokens the GPU needs far less. What pads is one sequence more, at position 0 of the
+spare blocks, which no request ever has. Norms, heads and drawing follow a graph kernel by kernel, for the rows that
+were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from toolkit.kernels.triton.attention.plan import cut, kind_of
+from toolkit.models.spec import DecoderSpec
+from toolkit.runners.step import StepBatch
+from toolkit.runners.tensor.step.inputs import ADAPTER, LEAST_TABLE, pad, power_of_2, tile_name, token_arrays
+from toolkit.runners.tensor.step.tiles import Cut, Heads, Kind, TileRows, sight_of
+
+SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens that graphs are captured at
+EXPANDED = 256  # beyond it some weights in few bits become dense for a product, which a graph would hold memory for
+WORK = 1e13  # operations of a step beyond which the GPU takes longer than launching does
+
+
+def most_tokens(spec: DecoderSpec, expands: bool) -> int:
+    """The largest of ``SIZES`` that is worth a graph; 0 where steps with prompts cannot be graphs, for what their
+    layers do is decided on the host. ``expands``: some weights become dense for a product of more than ``EXPANDED``
+    rows.
+    """
+    kinds = {mixer.kind for _, mixer in spec.mixers()} | {kept.kind for _, _, kept in spec.paged()}
+    states = any(kept.kind == "state" for kept in spec.cache_groups)
+    if states or spec.mutual or spec.block != 1 or kinds & {"latent", "cross"}:
+        return 0
+    weights = sum(linear.in_features * linear.out_features for linear in spec.linears())
+    most = min(WORK / (2 * max(weights, 1)), EXPANDED if expands else SIZES[-1])
+    return max((size for size in SIZES if size <= most), default=0)
+
+
+def fits(batch: StepBatch, most: int) -> bool:
+    """Whether a step is of token ids alone, ``most`` at most, and nothing of its layers is asked for."""
+    return (
+        len(batch.token_ids) <= most
+        and batch.embeds is None
+        and batch.views is None
+        and batch.types is None
+        and len(batch.positions) == 1
+        and not batch.aux_layers
+        and not any(map(len, (batch.routed, batch.routes_index, batch.mutual)))
+    )
+
+
+@dataclass(frozen=True)
+class PromptKey:
+    """What a graph is captured for: tokens, rows and entries of block tables, tiles of attention by kind, heads and
+    kind of step with room for so many, and whether any are merged. ``adapted``: some tokens may have adapters.
+    """
+
+    rows: int
+    sequences: int
+    table: int
+    tiles: tuple[tuple[Kind, Heads, str, int, bool], ...]
+    adapted: bool
+
+
+@dataclass
+class PromptArrays:
+    """A step of ``tokens`` tokens, those that pad included. ``batch``: the step as it came; ``own``: its sequences;
+    ``starts``, ``lengths``: of them and of the one that pads; ``room``: rows and entries that block tables have at
+    least.
+    """
+
+    batch: StepBatch
+    arrays: dict[str, np.ndarray]
+    spare: tuple[int, ...]
+    own: int
+    starts: np.ndarray
+    lengths: np.ndarray
+    cuts: dict[tuple[Kind, Heads, str], Cut]
+    tokens: int
+    room: tuple[int, int]
+
+    def key(self) -> PromptKey:
+        """The least graph that holds the step."""
+        sequences = max(power_of_2(self.own + 1), self.room[0])
+        width = max(LEAST_TABLE, power_of_2(max(t.shape[1] for t in self.batch.block_tables)), self.room[1])
+        tiles = tuple(
+            (*which, power_of_2(max(len(made.items), self.tokens)), bool(len(made.merges)))
+            for which, made in self.cuts.items()
+        )
+        return PromptKey(self.tokens, sequences, width, tiles, ADAPTER in self.arrays)
+
+    def padded(self, key: PromptKey) -> dict[str, np.ndarray]:
+        """All arrays in the shapes of ``key``."""
+        arrays = dict(self.arrays)
+        for group, table in enumerate(self.batch.block_tables):
+            wide = np.zeros((key.sequences, key.table), np.int32)
+            wide[: len(table), : table.shape[1]] = table
+            wide[self.own :] = self.spare[group]
+            arrays[f"table{group}"] = wide
+        for kind, heads, step, room, merged in key.tiles:
+            made = self.cuts[kind, heads, step].padded(room, self.tokens if merged else 0)
+            arrays[tile_name("items", kind, heads)] = made.items
+            arrays[tile_name("merges", kind, heads)] = made.merges
+        return arrays
+
+
+def prompt_arrays(
+    batch: StepBatch,
+    spec: DecoderSpec,
+    spare: tuple[int, ...],
+    block_size: int,
+    rope_offset: int,
+    tile_rows: Mapping[Kind, TileRows],
+    adapters: np.ndarray | None,
+    room: tuple[int, int],
+) -> PromptArrays:
+    """A step that ``fits``. ``spare``: of each group the block for what pads; ``tile_rows``: as far as known: without
+    those that this step needs there are no cuts; ``adapters``: see ``token_arrays``; ``room``: see ``PromptArrays``.
+    """
+    n, own = len(batch.token_ids), len(batch.seq_lens)
+    tokens = next(size for size in SIZES if size >= n)
+    more = np.arange(tokens - n)
+    arrays = token_arrays(batch, spec, rope_offset, adapters)
+    fills = {"source": -1, ADAPTER: -1}
+    arrays = {name: pad(a, tokens, fills.get(name, 0)) for name, a in arrays.items()}
+    arrays["rope"][n:] = more
+    for group, block in enumerate(spare):
+        arrays[f"slots{group}"][n:] = block * block_size + more % block_size
+    padding = len(more) > 0
+    starts = np.append(batch.cu_seqlens, np.int32(tokens)) if padding else batch.cu_seqlens
+    lengths = np.append(batch.seq_lens, np.int32(len(more))) if padding else batch.seq_lens
+    new, cuts, known = np.diff(batch.cu_seqlens), {}, True
+    for kind, rows in tile_rows.items():
+        heads_of = {heads for _, heads in rows}
+        known &= bool(heads_of)
+        for heads in heads_of:
+            step = kind_of(new, heads[0])
+            if (step, heads) not in rows:
+                known = False
+                continue
+            made = cut(starts, lengths, sight_of(spec, kind), *heads, rows[step, heads])
+            cuts[kind, heads, step] = Cut(*made)
+    return PromptArrays(batch, arrays, spare, own, starts, lengths, cuts if known else {}, tokens, room)
