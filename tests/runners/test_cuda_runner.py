@@ -21,6 +21,7 @@ from toolkit.runners.tensor.step.draws import columns, uniforms
 from toolkit.runners.tensor.step.idle import idle_batch
 from toolkit.runners.tensor.step.inputs import graph_rows
 from toolkit.runners.tensor.step.prompts import most_tokens
+from toolkit.runners.tensor.step.sampler import row_best
 from toolkit.runners.tensor.traits import model_traits
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -156,6 +157,19 @@ def test_prompts_behind_long_contexts_merge_in_graphs(pair):
         _both(ours, oracle, {0: [5 + turn], 1: _prompt(9 + turn, turn)})
     merged = [merged for key in ours.runner._steps.prompts.keys() for *_, merged in key.tiles]
     assert True in merged and device.replays > 0
+
+
+def test_text_of_models_that_see_is_a_graph_and_what_stands_in_pictures_is_not(pair):
+    ours, device, oracle = pair("qwen2_vl")
+    ours.runner.warm_up(1, 64, 64)
+    assert [ours.add(), oracle.add()] == [0, 0]
+    before = device.replays
+    _both(ours, oracle, {0: _prompt(12)}, positions=np.tile(np.arange(12, dtype=np.int32), (3, 1)))
+    assert device.replays == before + 1
+    apart = np.tile(np.arange(12, 24, dtype=np.int32), (3, 1))
+    apart[1:, 3:7] = [[15, 15, 16, 16], [15, 16, 15, 16]]
+    _both(ours, oracle, {0: _prompt(12, 1)}, positions=apart)
+    assert device.replays == before + 1
 
 
 def test_steps_that_ask_for_more_than_tokens_run_kernel_by_kernel(pair):
@@ -443,6 +457,15 @@ def test_options_that_cannot_be(tiny_models, graphs):
     with pytest.raises(UsageError, match="quant_policy"):
         options = RunnerOptions(device="cpu", quant_policy=5)
         TensorRunner(opened.spec, opened.weights, options, graphs=graphs.CpuDevice(), ops=graphs.interpreted_ops())
+
+
+@pytest.mark.parametrize("rows, width", [(1, 1 << 15), (3, 49152), (40, 1 << 15), (2, 300), (2, (1 << 15) + 1)])
+def test_the_best_of_a_row_and_what_is_no_number(rows, width):
+    logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(row_best(logits), logits.amax(-1))
+    logits[-1, 5] = float("nan")
+    best = row_best(logits)
+    assert best[-1].isnan() and not best[:-1].isnan().any()
 
 
 def test_uniform_numbers_are_the_boundarys():

@@ -13,6 +13,8 @@ from toolkit.runners.tensor.devices.device import Device
 from toolkit.runners.tensor.ops import Ops
 from toolkit.runners.tensor.step.draws import DRAWN_BY, columns, penalized
 
+FEW_ROWS, WIDE, PART = 32, 1 << 15, 128  # of ``row_best``
+
 
 @dataclass
 class Sampled:
@@ -70,10 +72,21 @@ def sample_rows(logits: Tensor, s: SamplingBatch, ops: Ops, device: Device) -> S
     if "grammar" in t:
         ops.apply_bitmask(logits, t["grammar"])
     tokens = ops.sample(logits, *(t[name] for name in DRAWN_BY))
-    result = Sampled(tokens, logits.amax(-1))
+    result = Sampled(tokens, row_best(logits))
     if "logprobs" in t:
         _log_probabilities(logits, t["logprobs"], int(s.logprobs.max()), result)
     return result
+
+
+def row_best(logits: Tensor) -> Tensor:
+    """The largest of each row of float32 [N, V], NaN where it holds one: [N].
+
+    In two steps where they can be: torch gives a row to one block of threads, which took 14 µs of an H200 for a
+    vocabulary of 128256.
+    """
+    rows, width = logits.shape
+    whole = rows <= FEW_ROWS and width >= WIDE and width % PART == 0
+    return (logits.view(rows, width // PART, PART).amax(-1) if whole else logits).amax(-1)
 
 
 def _log_probabilities(logits: Tensor, asked: Tensor, most: int, result: Sampled) -> None:

@@ -45,7 +45,7 @@ from toolkit.runners.tensor.step.inputs import (
 from toolkit.runners.tensor.step.pending import Pending
 from toolkit.runners.tensor.step.prompts import SIZES, PromptArrays, PromptKey, fits, prompt_arrays
 from toolkit.runners.tensor.step.rows import chosen_experts, produce
-from toolkit.runners.tensor.step.sampler import sample_rows
+from toolkit.runners.tensor.step.sampler import row_best, sample_rows
 from toolkit.runners.tensor.step.tiles import AttentionPlan, DecodeCut, Heads, TileRows, sight_of
 
 log = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ class Steps:
             return logits
         columns = (t[name] for name in DRAWN_BY)
         self._previous[: key.rows].copy_(self.decoder.ops.sample(logits, *columns))
-        torch.amax(logits, -1, out=self._best[: key.rows])
+        self._best[: key.rows].copy_(row_best(logits))
         return None
 
     # -- any step
