@@ -149,6 +149,20 @@ def test_prompts_chunks_and_both_beside_decoding_are_graphs_padded_to_a_size(fam
     assert {key.rows for key in prompts.keys()} == {16, 32, 64} and sizes[-1] == 0 and device.replays > 4
 
 
+@pytest.mark.parametrize("family", ["minicpm3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_latent_attention_of_few_tokens_a_sequence_is_a_graph(family, pair):
+    ours, device, oracle = pair(family, "latent_write", layers=None)
+    assert [ours.add(), ours.add()] == [oracle.add(), oracle.add()]
+    steps = ours.runner._ready()
+    few = int(steps._absorbed)
+    for turn in range(4):
+        _both(ours, oracle, {0: _prompt(few, turn), 1: _prompt(few - 1 - turn % 2, turn)}, want="all")
+    assert few > 2 and len(steps.prompts.keys()) > 0 and device.replays > 0
+    replays = device.replays
+    _both(ours, oracle, {0: _prompt(few + 1, 5), 1: [3]}, want="all")
+    assert device.replays == replays
+
+
 def test_prompts_behind_long_contexts_merge_in_graphs(pair):
     ours, device, oracle = pair("llama")
     assert [ours.add(), ours.add()] == [oracle.add(), oracle.add()]
@@ -186,7 +200,7 @@ def test_steps_that_ask_for_more_than_tokens_run_kernel_by_kernel(pair):
 
 @pytest.mark.parametrize(
     "family, expands, most",
-    [("llama", False, 1024), ("llama", True, 256), ("minicpm3", False, 0), ("mamba2", False, 0)],
+    [("llama", False, 1024), ("llama", True, 256), ("minicpm3", False, 1024), ("mamba2", False, 0)],
 )
 def test_which_steps_with_prompts_are_graphs(family, expands, most, tiny_models):
     spec = open_model(tiny_models(family)).spec

@@ -29,19 +29,22 @@ def most_tokens(spec: DecoderSpec, expands: bool) -> int:
     layers do is decided on the host. ``expands``: some weights become dense for a product of more than ``EXPANDED``
     rows.
     """
-    kinds = {mixer.kind for _, mixer in spec.mixers()} | {kept.kind for _, _, kept in spec.paged()}
+    crossed = any(mixer.kind == "cross" for _, mixer in spec.mixers())
     states = any(kept.kind == "state" for kept in spec.cache_groups)
-    if states or spec.mutual or spec.block != 1 or kinds & {"latent", "cross"}:
+    if states or crossed or spec.mutual or spec.block != 1:
         return 0
     weights = sum(linear.in_features * linear.out_features for linear in spec.linears())
     most = min(WORK / (2 * max(weights, 1)), EXPANDED if expands else SIZES[-1])
     return max((size for size in SIZES if size <= most), default=0)
 
 
-def fits(batch: StepBatch, most: int) -> bool:
-    """Whether a step is of token ids alone, ``most`` at most, and nothing of its layers is asked for."""
+def fits(batch: StepBatch, most: int, absorbed: float) -> bool:
+    """Whether a step is of token ids alone, ``most`` at most and ``absorbed`` of a sequence, and nothing of its layers
+    is asked for.
+    """
     return (
         len(batch.token_ids) <= most
+        and int(np.diff(batch.cu_seqlens).max(initial=0)) <= absorbed
         and batch.embeds is None
         and batch.views is None
         and batch.types is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import inf
 
 import numpy as np
 import torch
@@ -81,6 +82,8 @@ class Steps:
         self.graphs: Graphs | None = None
         self.prompts: Graphs | None = None  # steps with prompts
         self._most_tokens, self._room = prompts, (0, 0)
+        # new tokens of a sequence beyond which latent attention takes another way, sequence by sequence
+        self._absorbed = min((getattr(s.mixer, "break_even", inf) for s in decoder.steps), default=inf)
         self._left: tuple[Tensor, Tensor] | None = None  # what a step with a prompt leaves for its norm and head
         if on_graphs is not None:
             one = (
@@ -220,7 +223,7 @@ class Steps:
         routes: list[tuple[Tensor, Tensor]] | None = [] if len(batch.routes_index) else None
         taps: dict[int, Tensor | None] = dict.fromkeys(batch.aux_layers)
         delta: Tensor | None
-        if graphs is not None and graphs.enabled and fits(batch, self._most_tokens):
+        if graphs is not None and graphs.enabled and fits(batch, self._most_tokens, self._absorbed):
             x, delta, capture = self._prompt(batch, graphs)
         else:
             x, delta = self._kernel_by_kernel(batch, routes, taps)
