@@ -53,7 +53,8 @@ log = logging.getLogger(__name__)
 TAPPED = "tapped"  # of a step's arrays, flat tokens whose streams come back
 MOST_SAMPLED = 8192  # rows whose tokens the next step may refer to
 WARM_LENGTHS = (256, 512, 1024, 2048, 4096)  # tokens beyond which there are graphs from the start, with more tiles
-# Steps of more sequences than FEW_ROWS are captured for lengths beyond MANY_LENGTH when they first come.
+# Steps of more sequences than FEW_ROWS are captured for lengths beyond MANY_LENGTH when they first come. With as few at
+# most, a chat, so are steps with prompts: to start sooner is worth more.
 FEW_ROWS, MANY_LENGTH = 8, 512
 MOST_ENTRIES = 1 << 18  # of a block table that goes over with every step of a prompt's graph
 
@@ -142,7 +143,7 @@ class Steps:
         table = -(-length // size)
         if (most + 1) * table <= MOST_ENTRIES:  # else tables have room for as much as a step needs
             self._room = power_of_2(most + 1), power_of_2(table)
-        for n in reversed(SIZES if self.prompts is not None else ()):
+        for n in reversed(SIZES if self.prompts is not None and most > FEW_ROWS else ()):
             if n <= min(self._most_tokens, tokens):
                 for whole in (parts(n, length), [1, *parts(n - 1, length)]):
                     _, capture = self._mixed(idle([(new, new) for new in whole], spare, size))
