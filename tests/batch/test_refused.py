@@ -50,6 +50,22 @@ def test_a_file_of_a_schema(tmp_path: Path, data: bytes, told: str) -> None:
     assert refused(lambda: Filler(Filling(json_schema=str(file)))) == told.format(file=file)
 
 
+@pytest.mark.parametrize("before", [None, b""])
+def test_a_run_that_answers_nothing_leaves_the_files_that_there_were(before: bytes | None, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}) + "\n")
+    if before is not None:
+        target.write_bytes(before)
+    for _ in range(2):
+        files = run.open_files(source, target, Filling(), "demo", Limits())
+        files.close()  # as when the model cannot be loaded
+        assert target.exists() == (before is not None)
+    files = run.open_files(source, target, Filling(), "demo", Limits())
+    files.results.write(answered(1, "0" * 16, "a", 200, "r", b"{}"))
+    files.close()
+    assert target.read_bytes().count(b"\n") == 1
+
+
 def test_a_file_for_vectors(tmp_path: Path) -> None:
     kinds = "expected a file that ends in .npy, .parquet, .jsonl"
     assert refused(lambda: check_target(tmp_path / "a.txt")) == f"{tmp_path / 'a.txt'}: {kinds}, found .txt"

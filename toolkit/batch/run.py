@@ -53,6 +53,7 @@ class Open:
     salt: bytes
     target: Path
     kept: Path  # where the answers are; another file where the target is a table
+    made: bool  # by this run
 
     def finish(self) -> None:
         """When all lines are answered: the table, where the target is one. Raises ToolkitError."""
@@ -65,6 +66,9 @@ class Open:
             raise ToolkitError(told) from error
 
     def close(self) -> None:
+        """A file that this run has made stays away where lines were left and none of them was answered."""
+        if self.made and self.tally.total and not self.results.size:
+            self.kept.unlink(missing_ok=True)
         self.results.close()
         self.seen.close()
 
@@ -83,6 +87,7 @@ def open_files(
     if path.exists() and not path.is_file():
         raise UsageError(f"{path}: expected a file for the answers, found something else")
     kept = kept_beside(path)
+    made = not kept.exists()
     results = Results(kept)
     seen = Seen()
     try:
@@ -92,10 +97,12 @@ def open_files(
         loop.resume(tally, seen, results)
         loop.check(source, salt, seen, tally, str(path))
     except BaseException:
+        if made:
+            kept.unlink(missing_ok=True)
         results.close()
         seen.close()
         raise
-    return Open(source, bounds, results, seen, tally, filler, salt, path, kept)
+    return Open(source, bounds, results, seen, tally, filler, salt, path, kept, made)
 
 
 @dataclass(frozen=True)
