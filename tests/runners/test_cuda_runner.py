@@ -186,17 +186,18 @@ def test_text_of_models_that_see_is_a_graph_and_what_stands_in_pictures_is_not(p
     assert device.replays == 1
 
 
-def test_steps_that_ask_for_more_than_tokens_run_kernel_by_kernel(pair):
+def test_what_goes_into_layers_comes_out_of_graphs_too(pair):
     ours, device, oracle = pair("llama")
     assert [ours.add(), oracle.add()] == [0, 0]
     for turn in (0, 1):
         _both(ours, oracle, {0: _prompt(12, turn)})
-    layers = {"aux_layers": (0, 1), "aux_index": np.arange(12, dtype=np.int32)}
-    found, expected = (driver.step({0: _prompt(12)}, **layers) for driver in (ours, oracle))
-    np.testing.assert_allclose(found.aux, expected.aux, **CLOSE)
-    assert device.replays == 0
-    _both(ours, oracle, {0: _prompt(12, 1)})
-    assert device.replays == 1
+    layers = {"aux_layers": (0, 1), "aux_index": np.array([3, 4, 9], np.int32)}
+    for turn in range(3):
+        found, expected = (driver.step({0: _prompt(12, turn)}, **layers) for driver in (ours, oracle))
+        np.testing.assert_allclose(found.aux, expected.aux, **CLOSE)
+        assert found.aux.shape == (3, 2, ours.runner.spec.hidden_size) and device.replays == turn
+    _both(ours, oracle, {0: _prompt(12, 3)})
+    assert device.replays == 3
 
 
 @pytest.mark.parametrize(

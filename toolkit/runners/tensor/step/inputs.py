@@ -17,6 +17,7 @@ from toolkit.runners.tensor.step.draws import columns
 from toolkit.runners.tensor.step.tiles import Cut, DecodeCut, Heads, Kind, TileRows, sight_of
 
 ADAPTER = "adapter"  # the array of tokens' adapters, where there is one
+TAPPED = "tapped"  # flat tokens whose streams come back
 TURNED = "turned"  # the lengths that dynamic rope reaches, of tokens that have their own
 LEAST_TABLE = 16  # entries of the shortest block tables that graphs have
 

@@ -16,7 +16,7 @@ import numpy as np
 from toolkit.kernels.triton.attention.plan import cut, kind_of
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.step import StepBatch
-from toolkit.runners.tensor.step.inputs import ADAPTER, LEAST_TABLE, pad, power_of_2, tile_name, token_arrays
+from toolkit.runners.tensor.step.inputs import ADAPTER, LEAST_TABLE, TAPPED, pad, power_of_2, tile_name, token_arrays
 from toolkit.runners.tensor.step.tiles import Cut, Heads, Kind, TileRows, sight_of
 
 SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens that graphs are captured at
@@ -39,9 +39,7 @@ def most_tokens(spec: DecoderSpec, expands: bool) -> int:
 
 
 def fits(batch: StepBatch, most: int, absorbed: float) -> bool:
-    """Whether a step is of token ids alone, ``most`` at most and ``absorbed`` of a sequence, and nothing of its layers
-    is asked for.
-    """
+    """Whether a step is of token ids alone, ``most`` at most and ``absorbed`` of a sequence, and no routes are asked."""
     return (
         len(batch.token_ids) <= most
         and int(np.diff(batch.cu_seqlens).max(initial=0)) <= absorbed
@@ -49,7 +47,6 @@ def fits(batch: StepBatch, most: int, absorbed: float) -> bool:
         and batch.views is None
         and batch.types is None
         and bool((batch.positions[1:] == batch.positions[0]).all())  # rows and columns are those of pictures
-        and not batch.aux_layers
         and not any(map(len, (batch.routed, batch.routes_index, batch.mutual)))
     )
 
@@ -57,7 +54,8 @@ def fits(batch: StepBatch, most: int, absorbed: float) -> bool:
 @dataclass(frozen=True)
 class PromptKey:
     """What a graph is captured for: tokens, rows and entries of block tables, tiles of attention by kind, heads and
-    kind of step with room for so many, and whether any are merged. ``adapted``: some tokens may have adapters.
+    kind of step with room for so many, and whether any are merged. ``adapted``: some tokens may have adapters;
+    ``tapped``: layers of which what goes in is kept.
     """
 
     rows: int
@@ -65,6 +63,7 @@ class PromptKey:
     table: int
     tiles: tuple[tuple[Kind, Heads, str, int, bool], ...]
     adapted: bool
+    tapped: tuple[int, ...]
 
 
 @dataclass
@@ -92,7 +91,7 @@ class PromptArrays:
             (*which, power_of_2(max(len(made.items), self.tokens)), bool(len(made.merges)))
             for which, made in self.cuts.items()
         )
-        return PromptKey(self.tokens, sequences, width, tiles, ADAPTER in self.arrays)
+        return PromptKey(self.tokens, sequences, width, tiles, ADAPTER in self.arrays, self.batch.aux_layers)
 
     def padded(self, key: PromptKey) -> dict[str, np.ndarray]:
         """All arrays in the shapes of ``key``."""
@@ -129,6 +128,8 @@ def prompt_arrays(
     fills = {"source": -1, ADAPTER: -1}
     arrays = {name: pad(a, tokens, fills.get(name, 0)) for name, a in arrays.items()}
     arrays["rope"][n:] = more
+    if batch.aux_layers:
+        arrays[TAPPED] = np.arange(tokens)
     for group, block in enumerate(spare):
         arrays[f"slots{group}"][n:] = block * block_size + more % block_size
     padding = len(more) > 0

@@ -30,6 +30,7 @@ from toolkit.runners.tensor.step.graphs import Graphs
 from toolkit.runners.tensor.step.idle import idle_batch, idle_prompts, parts
 from toolkit.runners.tensor.step.inputs import (
     ADAPTER,
+    TAPPED,
     TURNED,
     DecodeArrays,
     GraphKey,
@@ -50,7 +51,6 @@ from toolkit.runners.tensor.step.sampler import row_best, sample_rows
 from toolkit.runners.tensor.step.tiles import AttentionPlan, DecodeCut, Heads, TileRows, sight_of
 
 log = logging.getLogger(__name__)
-TAPPED = "tapped"  # of a step's arrays, flat tokens whose streams come back
 MOST_SAMPLED = 8192  # rows whose tokens the next step may refer to
 WARM_LENGTHS = (256, 512, 1024, 2048, 4096)  # tokens beyond which there are graphs from the start, with more tiles
 # Steps of more sequences than FEW_ROWS are captured for lengths beyond MANY_LENGTH when they first come. With as few at
@@ -85,7 +85,9 @@ class Steps:
         self._most_tokens, self._room = prompts, (0, 0)
         # new tokens of a sequence beyond which latent attention takes another way, sequence by sequence
         self._absorbed = min((getattr(s.mixer, "break_even", inf) for s in decoder.steps), default=inf)
-        self._left: tuple[Tensor, Tensor] | None = None  # what a step with a prompt leaves for its norm and head
+        # what the layers of a step with a prompt leave for its norm and head, and what went into some of them
+        self._left: tuple[Tensor, Tensor] | None = None
+        self._tapped: dict[tuple[int, ...], Tensor] = {}
         if on_graphs is not None:
             one = (
                 spec.block == 1 and not spec.mutual
@@ -224,18 +226,24 @@ class Steps:
         routes: list[tuple[Tensor, Tensor]] | None = [] if len(batch.routes_index) else None
         taps: dict[int, Tensor | None] = dict.fromkeys(batch.aux_layers)
         delta: Tensor | None
+        aux: Tensor | None = None
         if graphs is not None and graphs.enabled and fits(batch, self._most_tokens, self._absorbed):
             x, delta, capture = self._prompt(batch, graphs)
+            if len(batch.aux_index):
+                rows = self.device.put({"rows": batch.aux_index.astype(np.int64)})["rows"]
+                aux = self._tapped[batch.aux_layers].index_select(0, rows)
         else:
             x, delta = self._kernel_by_kernel(batch, routes, taps)
+            if taps and len(batch.aux_index):
+                aux = torch.stack([tap for tap in taps.values() if tap is not None], 1)
         if self._ends:
             found = produce(self.decoder, x, delta, batch, self.device)
         else:
             assert self.decoder.split is not None
             self.decoder.split.send(x.float() if delta is None else x + delta)
             found = {}
-        if taps and len(batch.aux_index):
-            found["aux"] = torch.stack([tap for tap in taps.values() if tap is not None], 1)
+        if aux is not None:
+            found["aux"] = aux
         if routes:
             found["routes"] = chosen_experts(routes, batch.routes_index, self.device)
         if "tokens" in found:
@@ -262,13 +270,19 @@ class Steps:
         for kind, heads, step, room, merged in key.tiles:
             items, merges = t[tile_name("items", kind, heads)], t[tile_name("merges", kind, heads)]
             plans[kind].give(heads, items, merges, room if merged else 0, step)
-        x, delta = self._layers(self._embed(t), t, plans, made.batch)
+        taps: dict[int, Tensor | None] = dict.fromkeys(key.tapped)
+        x, delta = self._layers(self._embed(t), t, plans, made.batch, taps=taps)
         self.adapters.use(None, self.decoder.ops)
         assert delta is not None, "a model has layers"
         if self._left is None:  # memory of a graph is overwritten by the next one
             self._left = x.new_empty(self._most_tokens, x.shape[1]), delta.new_empty(self._most_tokens, delta.shape[1])
         self._left[0][: key.rows].copy_(x)
         self._left[1][: key.rows].copy_(delta)
+        if key.tapped:
+            streams = torch.stack([tap for tap in taps.values() if tap is not None], 1)
+            if key.tapped not in self._tapped:
+                self._tapped[key.tapped] = streams.new_empty(self._most_tokens, *streams.shape[1:])
+            self._tapped[key.tapped][: key.rows].copy_(streams)
 
     def _kernel_by_kernel(
         self, batch: StepBatch, routes: list[tuple[Tensor, Tensor]] | None, taps: dict[int, Tensor | None]
