@@ -39,7 +39,7 @@ def most_tokens(spec: DecoderSpec, expands: bool) -> int:
 
 
 def fits(batch: StepBatch, most: int, absorbed: float) -> bool:
-    """Whether a step is of token ids alone, ``most`` at most and ``absorbed`` of a sequence, and no routes are asked."""
+    """Whether a step is of token ids alone, ``most`` at most, ``absorbed`` of a sequence, and no routes are asked."""
     return (
         len(batch.token_ids) <= most
         and int(np.diff(batch.cu_seqlens).max(initial=0)) <= absorbed
