@@ -137,8 +137,8 @@ class Chat:
 
 
 def thought_tokens(count: int, within: bool, pieces: Sequence[Piece]) -> int:
-    """How many of ``count`` tokens, which have become ``pieces``, belong to a thought; ``within``: at their beginning or
-    end the answer is in one. Where they are more than a thought it has its part of them, by characters."""
+    """How many of ``count`` tokens, which have become ``pieces``, belong to a thought; ``within``: as they begin or end
+    the answer is in one. Where they are more than a thought it has its part of them, by characters."""
     thought = sum(len(piece.text) for piece in pieces if piece.kind == "reasoning")
     rest = sum(len(piece.text) for piece in pieces) - thought
     if not (within or thought) or not count:
