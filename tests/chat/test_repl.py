@@ -180,6 +180,27 @@ def test_retry_asks_again_with_the_next_seed(desk: Desk) -> None:
     assert last is not None and last.random_seed == 5
 
 
+@pytest.mark.parametrize("how", [ToolkitError("no room"), KeyboardInterrupt()])
+@pytest.mark.parametrize("where", ["context", "stream_infer"])
+def test_what_ends_before_it_began_leaves_the_conversation_as_it_was(desk: Desk, where: str, how: Any) -> None:
+    desk.type("hello")
+    before = list(desk.talk.turns)
+
+    def ends(*given: Any, **more: Any) -> Any:
+        raise how
+
+    setattr(desk.model, where, ends)
+    desk.type("/retry", "again")
+    assert desk.talk.turns == before
+    assert desk.notes.count("no room" if isinstance(how, ToolkitError) else "stopped") == 2
+
+
+def test_retry_without_a_question_takes_nothing_away(desk: Desk) -> None:
+    desk.talk.say("assistant", "Hello, I am a parrot.")
+    desk.type("/retry")
+    assert len(desk.talk.turns) == 1 and "nothing was asked" in desk.notes
+
+
 def test_save_and_load(desk: Desk, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     desk.type("/system S", "/set temperature 0.5", "hello", f"/save {file}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -348,6 +349,35 @@ def test_closing_fails_what_runs(open_engine: Any) -> None:
     assert not engine.healthy
     (after,) = list(engine.generate_sync(PROMPT))
     assert after.error_code == 503 and "closed" in str(after.error_message)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_who_waits_for_a_call_is_told_that_the_engine_has_ended(open_engine: Any, breaks: bool) -> None:
+    engine = open_engine()
+    loop, began, go_on = engine._loop, threading.Event(), threading.Event()
+
+    def last_step() -> list[Any]:
+        began.set()
+        go_on.wait(60)
+        if breaks:
+            raise RuntimeError("broken")
+        return []
+
+    loop._core.step = last_step
+    loop.add(EngineRequest("one", PROMPT, resolve(GenerationConfig(), engine.tokenizer, len(PROMPT), 200)), [])
+    assert began.wait(60)
+    closing = None if breaks else threading.Thread(target=engine.close)
+    if closing is not None:
+        closing.start()
+        wait_for(lambda: not loop._inbox.empty())
+    waiting = loop.call("sleep", [])
+    go_on.set()
+    with pytest.raises(ToolkitError, match="broken" if breaks else "closed"):
+        waiting.result(60)
+    with pytest.raises(ToolkitError):
+        loop.call("sleep", []).result(60)
+    if closing is not None:
+        closing.join(60)
 
 
 def test_a_loop_that_breaks_says_so_instead_of_hanging(open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

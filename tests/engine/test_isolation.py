@@ -95,6 +95,31 @@ def test_the_cache_outlives_a_refused_request(fake: Any) -> None:
     assert outputs["again"][-1].finish_reason == "length" and outputs["again"][-1].cached_tokens == 23
 
 
+@pytest.mark.parametrize("windows", [("state",), ("state", None)])
+def test_a_chunk_behind_a_step_that_failed_may_be_shorter_the_next_time(fake: Any, windows: tuple[Any, ...]) -> None:
+    """It was to end in another block, and had a slot for its state there alone."""
+    core = fake.make_core(windows, VOCAB, block_size=2, asynchronous=True, max_prefill_token_num=6)
+    prompts = {"a": [1, 2], "b": [(7 * i) % REFUSED for i in range(9)], "c": [0, 5]}
+    outputs: list[EngineOutput] = []
+
+    def add(name: str) -> None:
+        core.add(EngineRequest(name, prompts[name], SamplingParams(8)))
+
+    add("a")
+    outputs += core.step()
+    core.runner.fail_on = {core.runner.steps}
+    add("b")
+    outputs += core.step()
+    add("c")  # takes a part of what "b" had for itself
+    for _ in range(100):
+        outputs += core.step()
+        core.check_integrity()
+    for name, prompt in prompts.items():
+        own = [output for output in outputs if output.id == name]
+        assert own[-1].error is None
+        assert fake.tokens_of(own) == undisturbed(fake, windows, prompt, SamplingParams(8))
+
+
 def test_the_one_at_fault_is_found_in_few_steps(fake: Any) -> None:
     core = fake.make_core((None,), VOCAB, max_batch_size=16, max_prefill_token_num=512)
     core.runner.refused = {REFUSED}

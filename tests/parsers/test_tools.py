@@ -378,6 +378,8 @@ def test_no_reader_fails_on_debris_of_python_and_json(text: str) -> None:
         ("mistral", "[TOOL_CALLS]", "[" + ONE + " ", ""),
         ("deepseek_v31", DB, "now" + DN + "{} ", DC),
         ("deepseek_v31", DB, "n" * 20, DN + DC),
+        ("deepseek_v31", DB, " ", DC),
+        ("mistral", "[TOOL_CALLS]now", " ", "x"),
         ("minimax_m2", "<minimax:tool_call>", INVOKE, "x"),
     ],
 )

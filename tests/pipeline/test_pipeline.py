@@ -192,6 +192,16 @@ def test_chat_streams_and_counts_what_was_read(pipe: Pipeline) -> None:
     assert session.closed
 
 
+def test_a_session_may_be_closed_while_its_answer_is_read(pipe: Pipeline) -> None:
+    session = pipe.session()
+    endless = GenerationConfig(max_new_tokens=200, ignore_eos=True)
+    pieces: Any = pipe.chat("the fox", session, gen_config=endless, stream_response=True)
+    next(pieces)
+    session.close()
+    *_, last = pieces
+    assert last.finish_reason == "abort" and session.history == []
+
+
 def test_a_turn_that_fails_is_not_history(pipe: Pipeline) -> None:
     session: Any = pipe.chat("word " * 2000)
     assert session.response.error_message

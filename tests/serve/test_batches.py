@@ -29,6 +29,7 @@ from toolkit.serve.openai.batches import lines as lines_module
 from toolkit.serve.openai.batches import loop, results
 from toolkit.serve.openai.batches.lines import Bounds, JsonLines
 from toolkit.serve.openai.batches.results import Results
+from toolkit.serve.openai.batches.routes import _seconds as kept_for
 from toolkit.serve.openai.batches.seen import Seen
 from toolkit.serve.openai.batches.store import FileStore
 from toolkit.serve.proxy.paths import forwarded
@@ -572,3 +573,10 @@ def test_a_server_that_ends_takes_no_batch(start: Any, tmp_path: Path) -> None:
     with pytest.raises(openai.APIStatusError) as error:
         create(client_of(server.v1), [line("r")])
     assert error.value.status_code == 503 and "the server is shutting down; ask again later" in str(error.value)
+
+
+@pytest.mark.parametrize("seconds", ["3599", "000003600999999", "000003600" + "0" * 5000, "3600.0", "", None])
+def test_a_file_says_how_long_it_is_kept_or_is_refused(seconds: str | None) -> None:
+    assert kept_for("created_at", "3600") == 3600
+    with pytest.raises(ApiError, match="seconds"):
+        kept_for("created_at", seconds)

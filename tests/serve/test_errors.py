@@ -74,6 +74,8 @@ BAD_IN_BOTH = [
     ("logit_bias", {"five": 1}),
     ("logit_bias", {"257": 1}),
     ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"0" * 5000: 1}),
+    ("logit_bias", {"0" * 12 + "257": 1}),
     ("logit_bias", [1]),
     ("stop_token_ids", [257]),
     ("stop_token_ids.0", [-1]),

@@ -83,6 +83,14 @@ def test_blocks_whole_and_streamed(server: Any) -> None:
     ]
 
 
+def test_blocks_stand_whole_in_the_order_of_the_stream(server: Any) -> None:
+    text = f"{THOUGHT}Well.{CALL} So. {CALL}{CALL}Done."
+    blocks = ask(server, text, tools=TOOLS).content
+    assert [block.type for block in blocks] == ["thinking", "text", "tool_use", "text", "tool_use", "tool_use", "text"]
+    told = [block.model_dump(exclude={"id"}) for block in events(server, text, tools=TOOLS)[1].content]
+    assert [block.model_dump(exclude={"id"}) for block in blocks] == told
+
+
 def test_the_client_s_own_loop_goes_on_without_a_thread(server: Any) -> None:
     @anthropic.beta_tool
     def add(a: int) -> str:

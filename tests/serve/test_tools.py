@@ -12,8 +12,9 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig
 from toolkit.parsers import registry
 from toolkit.parsers.grammar import required_calls
-from toolkit.parsers.pieces import Answer
+from toolkit.parsers.pieces import Answer, Piece
 from toolkit.serve.client import APIClient
+from toolkit.serve.generation.chat import thought_tokens
 from toolkit.serve.generation.parsing import Formats
 
 ADD = {"name": "add", "description": "Sum.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -221,6 +222,24 @@ def test_thoughts(start: Any) -> None:
     seen, config = server.engine.seen[-1][0], server.engine.seen[-1][1]
     assert config.response_format["type"] == "structural_tag" and bytes(seen) == b"{}"
     assert server.app.state.server.template.seen[-1][1] == {"enable_thinking": False, "thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("count", "within", "pieces", "thought"),
+    [
+        (1, True, [], 1),
+        (1, True, [Piece("reasoning", "a")], 1),
+        (1, True, [Piece("content", "a")], 1),
+        (1, False, [Piece("content", "a")], 0),
+        (6, True, [Piece("reasoning", "a"), Piece("content", "bc")], 2),
+        (6, False, [Piece("reasoning", "ab"), Piece("content", "c")], 4),  # it began and ended there
+        (0, True, [Piece("reasoning", "a")], 0),
+    ],
+)
+def test_tokens_that_come_together_are_counted_where_they_belong(
+    count: int, within: bool, pieces: list[Piece], thought: int
+) -> None:
+    assert thought_tokens(count, within, pieces) == thought
 
 
 def test_a_thought_within_its_budget(start: Any) -> None:

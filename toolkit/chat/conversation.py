@@ -59,10 +59,10 @@ class Conversation:
 
     def take_back_answer(self) -> None:
         """Drop the last answer, so that the question before it stands open. Raises UsageError if there is none."""
-        while self.turns and self.turns[-1]["role"] != "user":
-            self.turns.pop()
-        if not self.turns:
+        asked = [i for i, turn in enumerate(self.turns) if turn["role"] == "user"]
+        if not asked:
             raise UsageError("/retry: nothing was asked yet; write a question first")
+        del self.turns[asked[-1] + 1 :]
 
     def save(self, file: Path, model: str, asked: str = "/save") -> None:
         """Write model, system text, messages and settings as JSON; a file that holds anything else than an earlier

@@ -196,23 +196,29 @@ class Repl:
             if line.startswith("/") and "\n" not in line:
                 self._command(line)
             else:
+                before = list(self.conversation.turns)
                 self.conversation.say("user", unquoted(line))
-                self._answer()
+                self._answer(before)
             self.after()
         except ToolkitError as e:
             self.screen.error(" ".join(str(e).split()))
 
-    def _answer(self) -> None:
-        """Answer the open question. A failure takes the question back; what an interrupt left counts."""
+    def _answer(self, before: list[Message]) -> None:
+        """Answer the open question. A failure leaves the turns as they were ``before`` it; what an interrupt left
+        counts."""
         talk = self.conversation
         try:
             self._make_room()
             whole, speed = answer(self.model, talk.messages(), talk.config, self.screen)
         except ToolkitError:
-            talk.turns.pop()
+            talk.turns = before
             raise
+        except KeyboardInterrupt:  # while the question was read
+            talk.turns = before
+            self.screen.note("stopped\n")
+            return
         if whole.finish_reason == "abort" and not whole.text:
-            talk.turns.pop()
+            talk.turns = before
         else:
             talk.say("assistant", whole.text)
         ending = how_it_ended(whole, talk.config, "/set max_new_tokens", "/clear")
@@ -319,7 +325,7 @@ class Repl:
         self.screen.note(f"{len(self.conversation.turns)} messages from {rest}")
 
     def _retry(self, rest: str) -> None:
-        config = self.conversation.config
+        config, before = self.conversation.config, list(self.conversation.turns)
         self.conversation.take_back_answer()
         if config.greedy:
             self.screen.note("greedy: expect the same answer; /set temperature 0.8 varies it")
@@ -327,4 +333,4 @@ class Repl:
             seed = (config.random_seed + 1) % (1 << 64)
             self.conversation.config = dataclasses.replace(config, random_seed=seed)
             self.screen.note(f"seed = {seed}")
-        self._answer()
+        self._answer(before)

@@ -61,7 +61,8 @@ def rewind(steps: list[Step], scheduler: Scheduler, builder: StepBuilder) -> Non
     for step in reversed(steps):
         scheduler.blocks.copies.put_back(step.batch.copy_blocks)
     for step in steps:
-        for seq, start in zip(step.plan.sequences(), step.starts, strict=True):
+        ends = step.batch.seq_lens.tolist() if step is steps[0] else None  # it is run again, and no other
+        for i, (seq, start) in enumerate(zip(step.plan.sequences(), step.starts, strict=True)):
             if seq in seen or seq.finished:
                 continue
             seen.add(seq)
@@ -71,6 +72,7 @@ def rewind(steps: list[Step], scheduler: Scheduler, builder: StepBuilder) -> Non
             at = scheduler.blocks.restart(seq.row, start)
             if at is not None:
                 seq.computed = at
+                scheduler.blocks.cut(seq.row, at if ends is None else ends[i])
                 builder.enter(seq)
             else:
                 scheduler.preempt(seq)

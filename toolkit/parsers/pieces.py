@@ -82,10 +82,14 @@ class Answer:
 
 
 def arguments_of(call: dict[str, Any]) -> Any:
-    """The arguments of a call of an ``Answer`` as JSON has them; none where max_tokens cut it short, or they are nested
-    too deep."""
+    """The arguments of a call of an ``Answer``, see ``read_arguments``."""
+    return read_arguments(call["function"]["arguments"])
+
+
+def read_arguments(text: str) -> Any:
+    """Arguments as JSON has them; none where max_tokens cut them short, or they are nested too deep."""
     try:
-        return json.loads(call["function"]["arguments"])
+        return json.loads(text)
     except (ValueError, RecursionError):
         return {}
 

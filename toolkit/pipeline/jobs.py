@@ -183,14 +183,15 @@ class JobRunner:
 
 def turn(session: Session, prompt: str | tuple[Any, ...], pieces: Iterator[Response]) -> Iterator[Response]:
     """``pieces`` of the answer to a prompt, which enter the session as they are read."""
-    session.prompt, session.response = prompt, Response()
+    whole = Response()  # the session may be closed meanwhile
+    session.prompt, session.response = prompt, whole
     try:
         for piece in pieces:
-            session.response.extend(piece)
+            whole.extend(piece)
             yield piece
     finally:
-        if not session.response.error_message and not session.closed:
-            session.history.append((prompt, session.response.text))
+        if not whole.error_message and not session.closed:
+            session.history.append((prompt, whole.text))
 
 
 def _asked(job: Job) -> Asked:

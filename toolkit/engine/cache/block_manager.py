@@ -291,6 +291,18 @@ class BlockManager:
                     return None
         return at
 
+    def cut(self, row: int, end: int) -> None:
+        """Behind ``restart``: give back what was to hold positions from ``end`` on, of steps that are not run again. Of
+        states there are slots where those steps ended alone, and the next ones may end elsewhere."""
+        keep = blocks_for(end, self.block_size)
+        if not self.has_states or keep >= self._count[row]:
+            return
+        for g, table in enumerate(self.tables):
+            for block in reversed(table[row, keep : self._count[row]].tolist()):
+                self._drop(g, block)
+            table[row, keep : self._count[row]] = -1
+        self._count[row] = keep
+
     def release(self, row: int) -> None:
         """Give up a row. Later blocks go first, so that of a cached prefix its end is evicted before its start."""
         self.end_guess(row)

@@ -68,6 +68,8 @@ class ThreadLoop:
         self._on_outputs = on_outputs
         self._on_down = on_down
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: set[Future[Any]] = set()  # not answered yet
+        self._lock = threading.Lock()  # over those and the outage
         self.outage: Outage | None = None
         self._thread = threading.Thread(target=self._run, name="toolkit-engine", daemon=True)
         self._thread.start()
@@ -95,10 +97,15 @@ class ThreadLoop:
                 future.set_exception(e)
             else:
                 future.set_result(result)
+            finally:
+                with self._lock:
+                    self._calls.discard(future)
 
-        if self.outage is not None:
-            raise ToolkitError(str(self.outage))
-        self._inbox.put(run)
+        with self._lock:
+            if self.outage is not None:
+                raise ToolkitError(str(self.outage))
+            self._calls.add(future)
+            self._inbox.put(run)
         return future
 
     def stats(self) -> dict[str, Any]:
@@ -114,15 +121,25 @@ class ThreadLoop:
         while True:
             try:
                 if not self._take_commands():
+                    self._end(Outage("it was closed", restarting=False))
                     return
                 outputs = self._core.step()
             except Exception as e:  # the core mends failed steps itself: what comes here is beyond it
                 log.exception("the engine loop failed")
-                self.outage = Outage(f"{type(e).__name__}: {e}", restarting=False)
-                self._on_down(self.outage)
+                outage = Outage(f"{type(e).__name__}: {e}", restarting=False)
+                self._end(outage)
+                self._on_down(outage)
                 return
             if outputs:
                 self._on_outputs(outputs)
+
+    def _end(self, outage: Outage) -> None:
+        """No command is run any more: who waits for one is told."""
+        with self._lock:
+            self.outage = outage
+            left = [self._calls.pop() for _ in range(len(self._calls))]
+        for future in left:
+            future.set_exception(ToolkitError(str(outage)))
 
     def _take_commands(self) -> bool:
         """Run what others asked for, waiting for it while idle; False to stop."""

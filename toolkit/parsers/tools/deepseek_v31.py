@@ -8,7 +8,7 @@ from toolkit.parsers import json_calls
 from toolkit.parsers.formats import Call, Functions, ToolFormat, Written
 from toolkit.parsers.tools.deepseek_v3 import CALL, CALLS, NAME_END
 
-_BODY = re.compile(rf"\s*(?P<name>[^\n<]+){NAME_END}\s*(?P<arguments>\{{.*\}})\s*", re.DOTALL)
+_BODY = re.compile(rf"\s*(?P<name>[^\s<][^\n<]*){NAME_END}\s*(?P<arguments>\{{.*\}})\s*", re.DOTALL)
 
 
 def _parts(text: str, functions: Functions) -> list[Call | str]:

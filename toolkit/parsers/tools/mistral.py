@@ -8,7 +8,7 @@ from toolkit.parsers import json_calls
 from toolkit.parsers.formats import Call, Functions, ToolFormat, Written
 
 _NAMED = re.compile(
-    r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\](?P<id>\w+)\s*)?(?:\[ARGS\])?\s*(?P<arguments>\{.*)", re.DOTALL
+    r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\](?P<id>\w+)\s*)?(?:\[ARGS\]\s*)?(?P<arguments>\{.*)", re.DOTALL
 )
 _read_one = json_calls.one_call(_NAMED)
 

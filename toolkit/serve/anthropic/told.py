@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
+from itertools import groupby
 from typing import Any
 
 from toolkit.messages import Response
-from toolkit.parsers.pieces import Answer, Piece, arguments_of
+from toolkit.parsers.pieces import Piece, read_arguments
 from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.choices import Usage
 from toolkit.serve.generation.running import running
@@ -23,10 +24,12 @@ _DELTAS = {
 async def whole(chat: Chat) -> dict[str, Any]:
     """The message object."""
     last = Response()
+    pieces: list[Piece] = []
     async with running(chat) as stream:
-        async for _, delta, _ in stream:
+        async for _, delta, more in stream:
             last = delta
-    content = _content(chat.answers[0])
+            pieces += more
+    content = _content(pieces)
     return _message(chat) | {"content": content} | _end(chat, last) | {"usage": _usage(chat.usage)}
 
 
@@ -100,15 +103,20 @@ def _message(chat: Chat) -> dict[str, Any]:
     }
 
 
-def _content(answer: Answer) -> list[dict[str, Any]]:
+def _content(pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+    """The blocks that a stream of ``pieces`` has, in its order."""
     blocks: list[dict[str, Any]] = []
-    if answer.reasoning:
-        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": SIGNATURE})
-    if answer.content:
-        blocks.append({"type": "text", "text": answer.content})
-    for call in answer.calls:
-        name, given = call["function"]["name"], arguments_of(call)
-        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
+    for kind, same in groupby(pieces, lambda piece: piece.kind):
+        if kind == "call":
+            blocks += [{"type": "tool_use", "id": call.id, "name": call.text, "input": {}} for call in same]
+            continue
+        text = "".join(piece.text for piece in same)
+        if kind == "arguments":
+            blocks[-1]["input"] = read_arguments(text)
+        elif kind == "content":
+            blocks.append({"type": "text", "text": text})
+        else:
+            blocks.append({"type": "thinking", "thinking": text, "signature": SIGNATURE})
     return blocks
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -120,7 +120,8 @@ class Chat:
                     pieces = parser.add(delta.text)
                     if delta.finish_reason is not None:
                         pieces += parser.finish()
-                    self.usage.add(index, delta, len(delta.token_ids) if thought or parser.thinking else 0)
+                    within = thought or parser.thinking
+                    self.usage.add(index, delta, thought_tokens(len(delta.token_ids), within, pieces))
                     self.answers[index].take(pieces)
                     yield index, delta, pieces
         except UsageError as error:
@@ -133,3 +134,13 @@ class Chat:
         """OpenAI's, of a choice that ended with ``delta``."""
         called = delta.finish_reason == "stop" and self.answers[index].calls
         return "tool_calls" if called else delta.finish_reason
+
+
+def thought_tokens(count: int, within: bool, pieces: Sequence[Piece]) -> int:
+    """How many of ``count`` tokens, which have become ``pieces``, belong to a thought; ``within``: as they begin or end
+    the answer is in one. Where they are more than a thought it has its part of them, by characters."""
+    thought = sum(len(piece.text) for piece in pieces if piece.kind == "reasoning")
+    rest = sum(len(piece.text) for piece in pieces) - thought
+    if not (within or thought) or not count:
+        return 0
+    return max(1, round(count * thought / (thought + rest))) if rest else count

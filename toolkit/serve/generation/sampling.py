@@ -16,6 +16,8 @@ from toolkit.serve.fields.protocol import SampledRequest
 from toolkit.serve.http.errors import bad_field
 from toolkit.serve.state import ServerState
 
+_DIGITS = 10  # of a token id
+
 
 def choose_defaults(wanted: str, model_dir: Path | None) -> GenerationConfig:
     """What ``--generation-config`` asks for: "auto" (the model's, in ``model_dir``; None: not known yet), "toolkit"
@@ -95,7 +97,7 @@ def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, fl
         return None
     bias = {}
     for key, value in given.items():
-        if not (key.isascii() and key.isdigit() and int(key[:12]) < vocab_size):
+        if not (key.isascii() and key.isdigit() and len(key) <= _DIGITS and int(key) < vocab_size):
             raise bad_field("logit_bias", f"expected token ids below {vocab_size} as keys, found {shown(key, 40)}")
         bias[int(key)] = value
     return bias

@@ -27,6 +27,7 @@ router = APIRouter()
 BODIES: list[type[BaseModel]] = [BatchRequest]
 MOST_BATCHES, MOST_FILES = 100, 10_000  # in a list
 MOST_NAME = 255  # characters of a file's
+_DIGITS = 9  # of seconds
 FORM = {
     "requestBody": {
         "required": True,
@@ -80,9 +81,8 @@ def _seconds(anchor: Any, seconds: Any) -> int | None:
         return None
     if anchor != "created_at":
         raise bad_field("expires_after.anchor", f"expected 'created_at', found {shown(anchor)}")
-    if not (
-        isinstance(seconds, str) and seconds.isascii() and seconds.isdecimal() and HOUR <= int(seconds[:9]) <= MONTH
-    ):
+    number = isinstance(seconds, str) and seconds.isascii() and seconds.isdecimal() and len(seconds) <= _DIGITS
+    if not (number and HOUR <= int(seconds) <= MONTH):
         raise bad_field("expires_after.seconds", f"expected {HOUR} to {MONTH}, found {shown(seconds)}")
     return int(seconds)
 
