@@ -409,6 +409,15 @@ def test_digest_is_of_content_not_of_place_or_time(tmp_path: Path, source: Path)
     assert content_digest(moved) != before
 
 
+@pytest.mark.parametrize("name", ["1_Pooling/config.json", "additional_chat_templates/tool_use.jinja"])
+def test_what_a_model_has_in_folders_is_content_too(source: Path, name: str) -> None:
+    (source / name).parent.mkdir()
+    (source / name).write_text("one")
+    before = content_digest(source)
+    (source / name).write_text("two")
+    assert content_digest(source) != before
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
