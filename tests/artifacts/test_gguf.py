@@ -119,6 +119,16 @@ def test_side_files_make_a_working_tokenizer(tiny_models: Any, tmp_path: Path, f
     assert len(list((home / "gguf").iterdir())) == 1
 
 
+def test_another_version_writes_the_side_files_anew(
+    tiny_models: Any, tmp_path: Path, files: Any, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may read the metadata better."""
+    path = files.write_gguf(tiny_models("llama", **PLAIN), tmp_path / "m.gguf")
+    before = open_checkpoint(path).tokenizer_dir
+    monkeypatch.setattr("toolkit.artifacts.gguf.checkpoint.__version__", "9.9")
+    assert open_checkpoint(path).tokenizer_dir != before
+
+
 @pytest.mark.parametrize(
     ("pre", "text", "pieces"),
     [
