@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from toolkit.artifacts.checkpoint import INDEX, open_checkpoint, read_config
 from toolkit.artifacts.output.checkpoint_writer import write_model
-from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
+from toolkit.artifacts.weights import canonical_weights, left_out, validate_checkpoint
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 
@@ -236,6 +236,16 @@ def test_scales_of_the_kv_cache_alone_leave_weights_dense(model: Path) -> None:
     edit_config(model, quantization_config=claim)
     checkpoint = open_checkpoint(model)
     validate_checkpoint(checkpoint, load_spec(checkpoint)[1])
+
+
+def test_a_layer_of_a_number_that_none_has(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    name = f"model.layers.{'9' * 5000}.mlp.weight"
+    save_file({**tensors, name: torch.zeros(1)}, model / "model.safetensors", {"format": "pt"})
+    checkpoint = open_checkpoint(model)
+    _, stored = load_spec(checkpoint)
+    validate_checkpoint(checkpoint, stored)
+    assert "left out" in left_out(checkpoint, stored)
 
 
 def test_layers_and_experts_left_over(model: Path, tiny_models: Any, tmp_path: Path) -> None:

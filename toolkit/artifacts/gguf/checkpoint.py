@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import __version__
-from toolkit.artifacts.gguf.architectures import Change, family_of, hf_tensors
+from toolkit.artifacts.gguf.architectures import NUMBER, Change, family_of, hf_tensors
 from toolkit.artifacts.gguf.container import GgufContainer, read_container
 from toolkit.artifacts.gguf.eyes import Eyes, open_eyes
 from toolkit.artifacts.gguf.hf_config import hf_config
@@ -178,8 +178,8 @@ def _with_mtp(
     is read; of ``tensors`` what is left out is taken."""
     n = len(spec.layers)
     for name in list(tensors):
-        block = name.split(".")[1] if name.startswith("blk.") else ""
-        if block.isdigit() and (int(block) > n or (int(block) == n and name.split(".", 2)[2].startswith(COPIES))):
+        begin, block, rest = (*name.split(".", 2), "", "")[:3]
+        if begin == "blk" and NUMBER.fullmatch(block) and int(block) >= n + (not rest.startswith(COPIES)):
             del tensors[name]
     deep = build(deeper(config, spec), f"{path}: config.json")
     names = {stem: stem for stem in NEXTN}
