@@ -469,6 +469,29 @@ def test_gguf_has_the_chat_template_that_the_model_is_served_with(
     assert read_container(tmp_path / "m.gguf").metadata["tokenizer.chat_template"] == "{{ messages }} one"
 
 
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_factor": 2.0}),
+        ("llama", {"attention_factor": 1.0}),
+        ("llama", {"mscale": 1.0, "mscale_all_dim": 0.5}),
+        ("llama", {"beta_fast": 16.0, "beta_slow": 2.0}),
+        ("deepseek_v2", {"mscale": 0.7, "mscale_all_dim": 0.7, "beta_fast": 16.0}),
+    ],
+)
+def test_gguf_turns_by_the_model_s_yarn(tiny_models: Any, tmp_path: Path, family: str, more: dict[str, Any]) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128, **more}
+    model = tiny_models(family, rope_parameters=rope)
+    rewrite(str(model), tmp_path / "m.gguf", to="gguf", gguf_type="q8_0")
+    (wanted, found) = (load_spec(open_checkpoint(path))[0] for path in (model, tmp_path / "m.gguf"))
+    for before, after in zip(wanted.mixers(), found.mixers(), strict=True):
+        old, new = getattr(before[1], "rope", None), getattr(after[1], "rope", None)
+        if old is not None:
+            assert new.attention_factor == pytest.approx(old.attention_factor)
+            assert (new.kind, new.factor, new.beta_fast, new.beta_slow) == ("yarn", 4.0, old.beta_fast, old.beta_slow)
+
+
 def test_a_broken_tokenizer_is_one_line(tiny_models: Any, tmp_path: Path) -> None:
     model = shutil.copytree(tiny_models("llama", **PLAIN), tmp_path / "model")
     tokenizer = json.loads((model / "tokenizer.json").read_text())
