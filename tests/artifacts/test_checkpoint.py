@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from toolkit.artifacts.checkpoint import INDEX, open_checkpoint
+from toolkit.artifacts.checkpoint import INDEX, open_checkpoint, read_config
 from toolkit.artifacts.output.checkpoint_writer import write_model
-from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
+from toolkit.artifacts.weights import canonical_weights, left_out, validate_checkpoint
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 
@@ -92,7 +92,7 @@ def test_writer_shards_as_transformers_reads_them(tiny_models: Any, model: Path)
 def test_opening_needs_no_torch(tiny_models: Any) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from toolkit.artifacts.checkpoint import open_checkpoint\n"
+        "from toolkit.artifacts.checkpoint import open_checkpoint, read_config\n"
         "from toolkit.artifacts.weights import validate_checkpoint\n"
         "from toolkit.models.registry import load_spec\n"
         f"c = open_checkpoint(Path({str(tiny_models('llama'))!r})); validate_checkpoint(c, load_spec(c)[1])\n"
@@ -145,6 +145,20 @@ def test_paths_that_are_no_models(tmp_path: Path) -> None:
 def test_broken_config(model: Path, text: str, words: tuple[str, ...]) -> None:
     (model / "config.json").write_bytes(text.encode("latin-1"))
     refused(model, "config.json", *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", '{"added_tokens": [5, null, ["content", "id"]]}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"5": 7, "6": "content"}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"%s": {"content": "<IMG_CONTEXT>"}}}' % ("9" * 5000)),
+    ],
+)
+def test_ids_are_not_found_in_what_is_no_tokenizer(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "internvl_chat"}')
+    (tmp_path / name).write_text(text)
+    assert read_config(tmp_path) == {"model_type": "internvl_chat"}
 
 
 def test_without_weights(model: Path) -> None:
@@ -222,6 +236,16 @@ def test_scales_of_the_kv_cache_alone_leave_weights_dense(model: Path) -> None:
     edit_config(model, quantization_config=claim)
     checkpoint = open_checkpoint(model)
     validate_checkpoint(checkpoint, load_spec(checkpoint)[1])
+
+
+def test_a_layer_of_a_number_that_none_has(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    name = f"model.layers.{'9' * 5000}.mlp.weight"
+    save_file({**tensors, name: torch.zeros(1)}, model / "model.safetensors", {"format": "pt"})
+    checkpoint = open_checkpoint(model)
+    _, stored = load_spec(checkpoint)
+    validate_checkpoint(checkpoint, stored)
+    assert "left out" in left_out(checkpoint, stored)
 
 
 def test_layers_and_experts_left_over(model: Path, tiny_models: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.gguf.metadata import unsupported
 from toolkit.artifacts.gguf.pre_tokenizers import BY_NAME, EITHER, STEPS, WHOLE_PIECES, build_cuts, name_of
+from toolkit.artifacts.gguf.tokenizer import build_tokenizer
+from toolkit.artifacts.text.tokenizer_pieces import CONTROL, USER_DEFINED
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.models import registry
@@ -117,6 +120,32 @@ def test_side_files_make_a_working_tokenizer(tiny_models: Any, tmp_path: Path, f
     assert ours.chat_template == "{{ messages[0]['content'] }}"
     assert open_checkpoint(tmp_path / "m.gguf").tokenizer_dir == checkpoint.tokenizer_dir
     assert len(list((home / "gguf").iterdir())) == 1
+
+
+def test_thousands_of_added_tokens_are_read_in_no_time(tmp_path: Path) -> None:
+    """Gemma 3 has more than 6,000; one by one they took a minute."""
+    names = [f"<unused{i}>" for i in range(4000)]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": names,
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.token_type": np.array([CONTROL, USER_DEFINED] * 2000, np.int32),
+    }
+    begun = time.process_time()
+    built = build_tokenizer(tmp_path, metadata)
+    assert time.process_time() - begun < 3
+    added = built.get_added_tokens_decoder()
+    assert [added[i].content for i in range(4000)] == names and [added[i].special for i in (0, 1)] == [True, False]
+
+
+def test_another_version_writes_the_side_files_anew(
+    tiny_models: Any, tmp_path: Path, files: Any, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may read the metadata better."""
+    path = files.write_gguf(tiny_models("llama", **PLAIN), tmp_path / "m.gguf")
+    before = open_checkpoint(path).tokenizer_dir
+    monkeypatch.setattr("toolkit.artifacts.gguf.checkpoint.__version__", "9.9")
+    assert open_checkpoint(path).tokenizer_dir != before
 
 
 @pytest.mark.parametrize(

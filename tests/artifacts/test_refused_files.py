@@ -59,7 +59,8 @@ refused = refusing(ToolkitError)
         (
             lambda data: data["model"].update(merges=[["zz", "yy"]]),
             320,
-            "Token `zz` out of vocabulary at line 1 column 5528",
+            "not a tokenizer of the tokenizers library (Cannot instantiate Tokenizer from buffer: "
+            "Token `zz` out of vocabulary at line 1 column 5528); fetch the file again",
         ),
         (
             lambda data: data.update(pre_tokenizer={"type": "Whitespace"}),

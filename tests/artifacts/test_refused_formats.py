@@ -86,9 +86,15 @@ def test_shapes_that_do_not_fit(form: Any, config: dict[str, Any], shape: tuple[
         (gptq, FOUR | {"dynamic": {"(": {}}}, f"dynamic: pattern '(': {OPEN}"),
         (gptq, FOUR | {"dynamic": {"x": 3}}, "dynamic: 'x': expected an object, found 3"),
         (gptq, FOUR | {"dynamic": [1]}, "dynamic: expected an object of patterns, found [1]"),
+        (
+            auto_round,
+            FOUR | {"packing_format": []},
+            "packing_format: expected one of auto_round:auto_gptq, auto_round, auto_round:gptqmodel, "
+            "auto_round:auto_awq, found []",
+        ),
     ],
 )  # fmt: skip
-def test_patterns(form: ModuleType, config: dict[str, Any], told: str) -> None:
+def test_fields(form: ModuleType, config: dict[str, Any], told: str) -> None:
     assert refused(lambda: form.check_config(config)) == f"{CONFIG}.{told}"
 
 

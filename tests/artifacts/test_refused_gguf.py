@@ -143,6 +143,7 @@ DISAGREE = "config.json and weights disagree"
         (tensor(Q, 65, 64), f"tensor {Q}: 65 rows do not make 4 heads"),
         (tensor(UP, 2, 3, 4), f"tensor {UP}: F32 [2, 3, 4] cannot be model.layers.0.mlp.up_proj"),
         (tensor("blk.0.nothing.weight", 4, 4), "tensor 'blk.0.nothing.weight' has no place in llama"),
+        (tensor("blk.².attn_q.weight", 4, 4), "tensor 'blk.².attn_q.weight' has no place in llama"),
         (
             tensor(Q),
             "tensor model.layers.0.self_attn.q_proj.weight is missing, expected F16 or BF16 or F32 [64, 64]; fetch or "
@@ -159,6 +160,11 @@ def test_a_file_that_is_no_model(plain: Path, tmp_path: Path, change: Change, to
     with pytest.raises(ToolkitError) as error:
         opened(file)
     assert str(error.value) == f"{file}: {told}"
+
+
+def test_a_block_of_a_number_that_none_has(plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match="has no place in llama"):
+        opened(rewritten(plain, tmp_path / "m.gguf", tensor(f"blk.{'9' * 5000}.x", 4, 4)))
 
 
 def test_an_architecture_that_has_no_experts() -> None:

@@ -128,6 +128,27 @@ def test_hub_ids_are_fetched_as_safetensors_where_there_are_any(
     assert list(kept) == [*files[3:8], "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"]
 
 
+def test_of_the_hub_s_folders_those_come_that_a_model_is_read_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without 1_Pooling a model that takes the mean would give its first token's vector, and not say so."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    hub = hub_answers(monkeypatch, tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    resolve_model("owner/name")
+    files = [
+        "modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors",
+        "additional_chat_templates/tool_use.jinja", "onnx/config.json", "0_Transformer/model.safetensors",
+        "adapter/adapter_model.safetensors", "2024/config.json",
+    ]  # fmt: skip
+    [(_, options)] = hub.calls
+    kept = filter_repo_objects(
+        files, allow_patterns=options["allow_patterns"], ignore_patterns=options["ignore_patterns"]
+    )
+    assert list(kept) == files[:5]
+
+
 def test_a_disk_without_room_is_told_before_anything_is_fetched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: Path
 ) -> None:

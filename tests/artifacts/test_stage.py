@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from toolkit.artifacts.manifest import (
 )
 from toolkit.artifacts.output import stage as stage_module
 from toolkit.artifacts.output.partial import partial_dir
+from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import Stage, open_stage, write_file
 from toolkit.errors import ToolkitError, UsageError
 
@@ -314,6 +316,7 @@ with open_stage(target, kind="quantized", stage="work", parent=describe_parent(s
 
 CROWD = """
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from toolkit.artifacts.output.stage import open_stage, write_file
@@ -409,6 +412,15 @@ def test_digest_is_of_content_not_of_place_or_time(tmp_path: Path, source: Path)
     assert content_digest(moved) != before
 
 
+@pytest.mark.parametrize("name", ["1_Pooling/config.json", "additional_chat_templates/tool_use.jinja"])
+def test_what_a_model_has_in_folders_is_content_too(source: Path, name: str) -> None:
+    (source / name).parent.mkdir()
+    (source / name).write_text("one")
+    before = content_digest(source)
+    (source / name).write_text("two")
+    assert content_digest(source) != before
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -441,3 +453,23 @@ def test_artifact_of_the_wrong_kind_names_its_parent(tmp_path: Path, source: Pat
         require_kind(tmp_path / "out", ("checkpoint",), "lite")
     assert str(source) in str(caught.value)
     assert require_kind(source, ("checkpoint",), "lite") is None
+
+
+def test_room_is_counted_while_another_run_takes_its_files_away(tmp_path: Path) -> None:
+    state, ended = tmp_path / ".a.partial" / "state", threading.Event()
+
+    def other() -> None:
+        while not ended.is_set():
+            state.mkdir(parents=True, exist_ok=True)
+            for i in range(20):
+                (state / str(i)).touch()
+            shutil.rmtree(state.parent)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        for _ in range(3000):
+            check_room(tmp_path / "a", 1)
+    finally:
+        ended.set()
+        thread.join()

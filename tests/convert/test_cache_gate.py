@@ -98,6 +98,16 @@ def test_what_breaks_a_model_is_refused_with_what_it_costs(artifact, tiny_models
     assert "not known: the model is not packed" in told.pop()
 
 
+def test_what_cannot_be_kept_is_refused_all_the_same(artifact, tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TOOLKIT_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("toolkit.convert.cache_gate._measured", lambda *given, **more: COST)
+    told: list[str] = []
+    with pytest.raises(UsageError, match=r"44 costs this model \+30.00 %"):
+        check_cache(artifact, TurbomindEngineConfig(quant_policy=44), told.append, force=False)
+    assert "cannot be written" in told[-1]
+
+
 def test_python_is_warned_of_what_the_command_line_refuses(artifact, caplog) -> None:
     for known, policy, warned in (
         (None, 4, "quant_policy 4: what it costs this model was not measured"),

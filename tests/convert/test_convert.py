@@ -29,6 +29,7 @@ from toolkit.artifacts.engine.files import open_engine, write_engine
 from toolkit.artifacts.engine.torch_target import pack_codes, pack_torch, torch_weights, unpack_codes
 from toolkit.artifacts.formats import awq, w8a8
 from toolkit.artifacts.json_file import write_json_object
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weight_files import safetensors_file
 from toolkit.artifacts.weight_files.safetensors_file import PAGE, read_header, write_tensors
 from toolkit.artifacts.weights import canonical_weights
@@ -121,6 +122,15 @@ def test_gguf_survives(
     convert(str(gguf), tmp_path / "e", replace(TORCH, model_format="gguf"))
     assert_holds(tmp_path / "e", gguf)
     assert (tmp_path / "e" / "tokenizer.json").is_file()
+
+
+def test_chat_templates_in_files_of_their_own_go_along(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    model = tiny_checkpoint("llama", tmp_path / "model")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    convert(str(model), tmp_path / "e")
+    assert Tokenizer.open(tmp_path / "e").chat_templates["tool_use"] == "{{ tools }}"
+    convert(str(model), tmp_path / "e", overwrite=True)  # the folder is the artifact's own
 
 
 def test_awq_does_not_grow(tiny_models: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
 from toolkit.artifacts.formats.describe import layout_of
 from toolkit.artifacts.formats.writers import WRITERS
+from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.manifest import read_manifest
 from toolkit.artifacts.rounding import to_group_int
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
@@ -444,6 +446,58 @@ def test_the_same_command_again_finds_its_result(tiny_models: Any, tmp_path: Pat
     with pytest.raises(UsageError, match="not empty"):
         rewrite(source, tmp_path / "m", to="fp8")
     assert not rewrite(source, tmp_path / "m", to="fp8", overwrite=True).already_there
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.json", {"chat_template": "{{ messages }} one"}),
+        ("tokenizer_config.json", {"chat_template": [{"name": "rag", "template": "{{ messages }} one"}]}),
+    ],
+)
+def test_gguf_has_the_chat_template_that_the_model_is_served_with(
+    tiny_models: Any, tmp_path: Path, name: str, content: dict[str, Any]
+) -> None:
+    model = shutil.copytree(tiny_models("llama", **PLAIN), tmp_path / "model")
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    earlier = json.loads((model / name).read_text()) if (model / name).is_file() else {}
+    (model / name).write_text(json.dumps({**earlier, **content}))
+    rewrite(str(model), tmp_path / "m.gguf", to="gguf", gguf_type="q8_0")
+    assert read_container(tmp_path / "m.gguf").metadata["tokenizer.chat_template"] == "{{ messages }} one"
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_factor": 2.0}),
+        ("llama", {"attention_factor": 1.0}),
+        ("llama", {"mscale": 1.0, "mscale_all_dim": 0.5}),
+        ("llama", {"beta_fast": 16.0, "beta_slow": 2.0}),
+        ("deepseek_v2", {"mscale": 0.7, "mscale_all_dim": 0.7, "beta_fast": 16.0}),
+    ],
+)
+def test_gguf_turns_by_the_model_s_yarn(tiny_models: Any, tmp_path: Path, family: str, more: dict[str, Any]) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128, **more}
+    model = tiny_models(family, rope_parameters=rope)
+    rewrite(str(model), tmp_path / "m.gguf", to="gguf", gguf_type="q8_0")
+    (wanted, found) = (load_spec(open_checkpoint(path))[0] for path in (model, tmp_path / "m.gguf"))
+    for before, after in zip(wanted.mixers(), found.mixers(), strict=True):
+        old, new = getattr(before[1], "rope", None), getattr(after[1], "rope", None)
+        if old is not None:
+            assert new.attention_factor == pytest.approx(old.attention_factor)
+            assert (new.kind, new.factor, new.beta_fast, new.beta_slow) == ("yarn", 4.0, old.beta_fast, old.beta_slow)
+
+
+def test_a_broken_tokenizer_is_one_line(tiny_models: Any, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_models("llama", **PLAIN), tmp_path / "model")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps({**tokenizer, "added_tokens": [5]}))
+    with pytest.raises(ToolkitError, match=r"tokenizer\.json"):
+        rewrite(str(model), tmp_path / "m.gguf", to="gguf", gguf_type="q8_0")
 
 
 def test_gguf_into_a_directory_has_a_manifest(tiny_models: Any, tmp_path: Path) -> None:

@@ -257,6 +257,18 @@ def test_what_is_there_stays(engine: Path, tmp_path: Path, tool: Any) -> None:
         deploy(str(out), tmp_path / "other", to="k8s")
 
 
+def test_a_model_that_was_moved_is_not_there_already(engine: Path, tmp_path: Path) -> None:
+    """Its files mount where it was."""
+    model, out = shutil.copytree(engine, tmp_path / "one" / "m"), tmp_path / "out"
+    deploy(str(model), out, to="compose")
+    model = model.rename(tmp_path / "m")
+    with pytest.raises(UsageError, match="give --overwrite"):
+        deploy(str(model), out, to="compose")
+    deploy(str(model), out, to="compose", overwrite=True)
+    assert f"{tmp_path}/m" in (out / "compose.yaml").read_text()
+    assert deploy(str(model), out, to="compose").already_there
+
+
 def test_paths_with_odd_characters(engine: Path, tmp_path: Path) -> None:
     """Spaces, quotes, dollars and per cents come through; what a mount cannot name is refused."""
     odd = tmp_path / "a b's $HOME 100%"

@@ -97,6 +97,14 @@ SERVED = {"max_concurrency": 4, "completed": 4, "total_input_tokens": 40, "mean_
             "measured at a rate; expected --concurrency alone (1,2,4,8, say): times of steps show where the number of "
             "requests is known",
         ),
+        (
+            {**SERVED, "total_output_tokens": 40, "mean_ttft_ms": float("nan")},
+            "seconds until the first token: expected a number above 0, found nan; measure again",
+        ),
+        (
+            {**SERVED, "total_output_tokens": 40, "max_concurrency": 0},
+            "concurrency: expected a number above 0, found 0; measure again",
+        ),
     ],
 )
 def test_profiles(tmp_path: Path, data: object, told: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -298,6 +299,26 @@ def test_self_text_is_the_model_s_own_seeded_and_cached(
     cached = next((tmp_path / "a" / "calibration").glob("*seed0*"))
     cached.write_text("[[1, 2")  # a damaged cache is as good as none
     assert make(0, "a") == first
+
+
+def test_self_text_that_cannot_be_kept_is_taken_all_the_same(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have taken minutes to write, and a home may be read-only or full."""
+    plan, tokenizer = CalibrationPlan("self", 1, 20, 0), Tokenizer.open(model)
+
+    def full(self: Path, *text: Any, **options: Any) -> None:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TOOLKIT_HOME", str(tmp_path / "file"))
+    assert len(self_samples(model, "sha256:abc", plan, tokenizer, lambda done, total: None)) == 1
+    monkeypatch.setenv("TOOLKIT_HOME", str(tmp_path / "home"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        assert len(self_samples(model, "sha256:abc", plan, tokenizer, lambda done, total: None)) == 1
+    assert not list((tmp_path / "home" / "calibration").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ called.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.weight_files.read_ahead import ReadAhead
 
 HEADLESS_MARK = "embed_tokens.weight"
+_ID = re.compile(r"[0-9]{1,9}")
 _FORMAT_NAMES = {None: "hf", "smooth_quant": "w8a8"}  # quant_method → model_format, where they are spelled differently
 
 
@@ -202,9 +204,10 @@ def _special_ids(path: Path) -> dict[str, int]:
     for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json"):
         values = read_json_object(path / name) if (path / name).is_file() else {}
         if isinstance(added := values.get("added_tokens"), list):
-            found = [(token["content"], token["id"]) for token in added if {"content", "id"} <= set(token)]
+            found = [(token.get("content"), token.get("id")) for token in added if isinstance(token, dict)]
         elif isinstance(added := values.get("added_tokens_decoder"), dict):
-            found = [(token["content"], int(i)) for i, token in added.items() if i.isdecimal() and "content" in token]
+            named = [(i, token) for i, token in added.items() if _ID.fullmatch(i) and isinstance(token, dict)]
+            found = [(token.get("content"), int(i)) for i, token in named]
         else:
             found = list(values.items()) if name == "added_tokens.json" else []
         if found:

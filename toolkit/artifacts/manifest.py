@@ -24,7 +24,10 @@ KINDS = ("checkpoint", "quantized", "engine", "calibration", "deployment", "draf
 
 # What counts as content of a model directory, beside weights of torch.save where it has no others; anything else in it
 # (notes, caches) does not.
-_CONTENT = ("*.safetensors", f"*{SCALES}", "*.json", "*.jinja", "*.model", "*.txt")
+_CONTENT = (
+    *("*.safetensors", f"*{SCALES}", "*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja"),
+    *("[1-9]_*/config.json", "[1-9]_*/model.safetensors"),  # sentence-transformers' modules
+)
 
 
 @dataclass(frozen=True)
@@ -240,9 +243,9 @@ def content_digest(path: Path) -> str:
     files = content_files(path)
     if path.is_file() and len(files) == 1:
         return f"sha256:{file_digest(path)}"
-    names = [file.name for file in files]
     manifest = None if path.is_file() else read_manifest(path)
     path = files[0].parent if path.is_file() else path
+    names = [str(file.relative_to(path)) for file in files]
     entries = manifest.files if manifest is not None else ()
     recorded = {entry.name: entry.digest for entry in entries if entry.digest is not None}
     lines = []
@@ -265,9 +268,8 @@ def content_files(path: Path) -> list[Path]:
     if path.is_file():
         beside = [*path.parent.glob(EYES), scales_file(path)]
         return [path, *(file for file in sorted(beside) if file != path and file.is_file())]
-    found = {file.name for pattern in _CONTENT for file in path.glob(pattern) if file.is_file()} - {MANIFEST}
-    found |= {file.name for file in pickled_weights(path)}
-    return [path / name for name in sorted(found)]
+    found = {file for pattern in _CONTENT for file in path.glob(pattern) if file.is_file()} - {path / MANIFEST}
+    return sorted(found.union(pickled_weights(path)))
 
 
 def file_digest(path: Path) -> str:

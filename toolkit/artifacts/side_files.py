@@ -16,6 +16,7 @@ _TEXTS_AND_PICTURES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
@@ -33,10 +34,12 @@ def copy_side_files(checkpoint: Checkpoint, target: Path) -> list[str]:
     """Copy tokenizer, chat template, preprocessor and generation config to ``target`` (not config.json); return their
     names."""
     source = checkpoint.tokenizer_dir
-    names = {file.name for pattern in _TEXTS_AND_PICTURES for file in source.glob(pattern) if file.is_file()}
+    files = [file for pattern in _TEXTS_AND_PICTURES for file in source.glob(pattern) if file.is_file()]
+    names = {str(file.relative_to(source)) for file in files}
     if (source / "generation_config.json").is_file():
         names.add("generation_config.json")
     for name in sorted(names):
+        (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, target / name)
     if (pooling := pooling_config(source)) is not None:
         shutil.copyfile(pooling, target / POOLING_CONFIGS[0])

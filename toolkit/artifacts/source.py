@@ -16,7 +16,9 @@ from toolkit.errors import ToolkitError, UsageError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = ["*.safetensors", f"*{SCALES}", "*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt"]
-_UNWANTED = ["*/*", "consolidated*.safetensors"]
+# A pattern's * takes slashes in too. No folders but additional_chat_templates, and sentence-transformers' modules, as
+# 1_Pooling and 2_Dense are.
+_UNWANTED = ["[!1-9a]*/*", "[1-9][!_]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*.safetensors"]
 # Where a model was published without safetensors.
 _PICKLED = ["pytorch_model.bin", "pytorch_model-*.bin", "consolidated.*.pth", "adapter_model.bin"]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from toolkit.models.mtp import Mtp
     from toolkit.models.spec import Part, StoredTensor
 
-_COUNTED = re.compile(r"\.\d+(?=\.)")
+_COUNTED = re.compile(r"\.[0-9]{1,9}(?=\.)")
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 _STRAY = ("inv_freq", "masked_bias")  # what old releases of transformers saved beside the weights
 _MATRICES = ("linear", "router", "embed", "head")

@@ -64,7 +64,10 @@ def _known(path: Path, tell: Callable[[str], None], *, by_layer: bool) -> CacheC
         raise ToolkitError(f"measured on CPUs alone, and this artifact is for {artifact.target}")
     tell(f"measuring what bits of the KV cache cost{' in each layer' if by_layer else ''}, once for this model")
     found = _measured(artifact, Tokenizer.open(path), by_layer=by_layer)
-    keep_cost(path, found)
+    try:
+        keep_cost(path, found)
+    except ToolkitError as error:  # what was measured holds all the same
+        tell(str(error))
     return found
 
 

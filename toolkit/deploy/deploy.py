@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 import sys
@@ -66,7 +67,9 @@ def deploy(
     out = Path(dst_path)
     known = _facts(artifact, target, asked, device, memory, name)
     written = {shown.format(name=name): _render(template, known) for shown, template in target.files.items()}
-    options = {"to": to, **asdict(asked)}
+    # they say more than the options: where the model is, and what this machine's plan is
+    digest = hashlib.sha256(json.dumps(written).encode()).hexdigest()
+    options = {"to": to, **asdict(asked), "files": f"sha256:{digest}"}
     where = {"out": shlex.quote(str(out)), "absolute": shlex.quote(str(out.absolute()))}
     start = target.next.format(name=name, **where)
     notes = list(memory.plan.notices)

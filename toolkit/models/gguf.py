@@ -217,6 +217,14 @@ def read_routing(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def read_betas(file: Metadata) -> dict[str, Any]:
+    """Between how many turns YaRN blends, as files state it that do not have the usual numbers."""
+    return {
+        "beta_fast": file.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": file.number("rope.scaling.yarn_beta_slow", 1.0),
+    }
+
+
 def has_qkv_bias(file: Metadata) -> bool:
     """Whether the file has biases of q, k and v, joined or not."""
     return any(f"blk.0.{name}.bias" in file.tensors for name in ("attn_q", "attn_qkv"))

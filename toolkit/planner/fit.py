@@ -6,6 +6,7 @@ what least squares find from the contents, in a few rounds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,7 +82,7 @@ def read_row(where: str, row: Any) -> Measured:
                     f"{where}: completion_tokens: expected 2 or more, for a speed of decoding, found {out}"
                 )
             ttft, decode = size * length / row["prefill_throughput"], size * (out - 1) / row["decode_throughput"]
-            return Measured(size, size, length, out, ttft, decode, False, True)
+            return _possible(where, Measured(size, size, length, out, ttft, decode, False, True))
         if "max_concurrency" in row:
             count, most = int(row["completed"]), row["max_concurrency"]
             if row.get("request_rate") is not None or most is None:
@@ -93,10 +94,26 @@ def read_row(where: str, row: Any) -> Measured:
             if out < 2:
                 raise UsageError(f"{where}: expected answers of 2 tokens or more, for a speed of decoding")
             decode = row["mean_tpot_ms"] / 1000 * (out - 1)
-            return Measured(int(most), count, length, out, row["mean_ttft_ms"] / 1000, decode, True, False)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            ttft = row["mean_ttft_ms"] / 1000
+            return _possible(where, Measured(int(most), count, length, out, ttft, decode, True, False))
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UsageError(f"{where}: {kinds} ({type(error).__name__}: {error})") from None
     raise UsageError(f"{where}: {kinds}, found {', '.join(map(str, list(row)[:4])) or 'nothing'}")
+
+
+def _possible(where: str, row: Measured) -> Measured:
+    """``row``, unless a figure of it is none that can be measured: then UsageError."""
+    figures = {
+        "concurrency": row.at_once,
+        "requests": row.count,
+        "prompt tokens": row.input_len,
+        "seconds until the first token": row.ttft,
+        "seconds from it to the last": row.decode,
+    }
+    for name, value in figures.items():
+        if not 0 < value < math.inf:
+            raise UsageError(f"{where}: {name}: expected a number above 0, found {value:g}; measure again")
+    return row
 
 
 def fit(rows: Sequence[Measured], limits: Limits) -> Fit:

@@ -47,7 +47,7 @@ def check_config(quantization: dict[str, Any]) -> None:
 
 def _packing(quantization: dict[str, Any]) -> str:
     found = quantization.get("packing_format", "auto_round:auto_gptq")
-    if found not in PACKINGS:
+    if not isinstance(found, str) or found not in PACKINGS:
         raise wrong("packing_format", f"one of {', '.join(PACKINGS)}", found)
     return found
 

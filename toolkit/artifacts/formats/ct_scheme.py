@@ -174,7 +174,7 @@ def _granularity(weights: dict[str, Any]) -> tuple[int, tuple[int, int] | None]:
         return whole(weights, "group_size"), None
     if strategy == "block":
         block = weights.get("block_structure")
-        if isinstance(block, str) and re.fullmatch(r"\d+x\d+", block):
+        if isinstance(block, str) and re.fullmatch(r"[0-9]{1,9}x[0-9]{1,9}", block):
             block = [int(side) for side in block.split("x")]
         if isinstance(block, list) and len(block) == 2 and all(isinstance(x, int) and x > 0 for x in block):
             return 0, (block[0], block[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,7 @@ class Change:
     decay: bool = False
 
 
+NUMBER = re.compile(r"[0-9]{1,9}")  # of a block
 _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
 
@@ -165,7 +167,7 @@ def _undone(order: Sequence[int]) -> NDArray[np.int64] | None:
 def _split(name: str, gguf: Gguf) -> tuple[str, str, str]:
     """(stem, beginning of the canonical name, "weight" or "bias") of a GGUF name; vectors keep the whole name."""
     parts = name.split(".", 2)
-    inside = len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit()
+    inside = len(parts) == 3 and parts[0] == "blk" and NUMBER.fullmatch(parts[1]) is not None
     layer = f"model.layers.{int(parts[1])}." if inside else ""
     rest = parts[2] if inside else name
     stem, _, suffix = rest.rpartition(".")

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.gguf.architectures import Change, family_of, hf_tensors
+from toolkit import __version__
+from toolkit.artifacts.gguf.architectures import NUMBER, Change, family_of, hf_tensors
 from toolkit.artifacts.gguf.container import GgufContainer, read_container
 from toolkit.artifacts.gguf.eyes import Eyes, open_eyes
 from toolkit.artifacts.gguf.hf_config import hf_config
@@ -98,8 +99,10 @@ class GgufFile:
         return tensor - 1 if change.plus_one else tensor
 
     def write_side_files(self) -> Path:
-        """Directory in the cache with the tokenizer and configs of this file, written on first use. Atomic."""
-        whole = hashlib.sha256(self.container.data[: _data_start(self.container)].data)
+        """Directory in the cache with the tokenizer and configs of this file, written on first use of this version.
+        Atomic."""
+        whole = hashlib.sha256(f"{__version__}\n".encode())
+        whole.update(self.container.data[: _data_start(self.container)].data)
         if self.eyes is not None:
             whole.update(self.eyes.container.data[: _data_start(self.eyes.container)].data)
         digest = whole.hexdigest()[:32]
@@ -175,8 +178,8 @@ def _with_mtp(
     is read; of ``tensors`` what is left out is taken."""
     n = len(spec.layers)
     for name in list(tensors):
-        block = name.split(".")[1] if name.startswith("blk.") else ""
-        if block.isdigit() and (int(block) > n or (int(block) == n and name.split(".", 2)[2].startswith(COPIES))):
+        begin, block, rest = (*name.split(".", 2), "", "")[:3]
+        if begin == "blk" and NUMBER.fullmatch(block) and int(block) >= n + (not rest.startswith(COPIES)):
             del tensors[name]
     deep = build(deeper(config, spec), f"{path}: config.json")
     names = {stem: stem for stem in NEXTN}

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.artifacts.gguf.keys import Keys
+from toolkit.artifacts.gguf.metadata import yarn_scale
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 from toolkit.models.family import Family
-from toolkit.models.gguf import MOST_LAYERS, Absent, Gguf
+from toolkit.models.gguf import MOST_LAYERS, Absent, Gguf, read_betas
 from toolkit.models.mtp import FURTHER
 
 NEXTN = "nextn_predict_layers"  # how many of the blocks are for multi-token prediction, behind the model's
@@ -142,7 +143,12 @@ def _rope_scaling(
     if kind not in ("linear", "yarn"):
         raise read.fail("rope.scaling.type", kind, "linear or yarn")
     scaling = {"rope_type": kind, "factor": read.number("rope.scaling.factor")}
-    return scaling if kind == "linear" else {**scaling, "original_max_position_embeddings": original}
+    if kind == "linear":
+        return scaling
+    scaling |= {"original_max_position_embeddings": original, **read_betas(read)}
+    if read.value("rope.scaling.attn_factor") is not None:
+        scaling["attention_factor"] = read.number("rope.scaling.attn_factor") * yarn_scale(scaling["factor"])
+    return scaling
 
 
 def _decimals(values: NDArray[np.float32]) -> list[float]:

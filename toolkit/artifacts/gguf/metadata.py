@@ -65,6 +65,9 @@ def model_metadata(spec: DecoderSpec) -> ModelMetadata:
         raise ToolkitError(f"gguf: llama.cpp's {gguf.arch} has no biases, this model has {odd}.bias")
     if gguf.write is not None:
         values.update(gguf.write(spec))
+    if rope is not None and rope.kind == "yarn" and "rope.scaling.yarn_log_multiplier" not in values:
+        times = 1.0 if rope.attention_factor is None else rope.attention_factor / yarn_scale(rope.factor)
+        values.update({} if abs(times - 1) < 1e-6 else {"rope.scaling.attn_factor": times})
     folded = dict(gguf.folded(spec)) if gguf.folded is not None else {}
     if folded:
         found.notes.append(f"llama.cpp's {gguf.arch} has the multipliers in its weights, which are rounded anew")
@@ -174,6 +177,9 @@ def _rope(rope: RopeSpec, found: ModelMetadata) -> None:
         values["context_length"] = min(values["context_length"], round(rope.max_position / rope.factor))
     if rope.kind == "yarn":
         values["rope.scaling.original_context_length"] = rope.original_max_position
+        for name, beta, usual in (("fast", rope.beta_fast, 32.0), ("slow", rope.beta_slow, 1.0)):
+            if beta != usual:
+                values[f"rope.scaling.yarn_beta_{name}"] = float(beta)
         if not rope.truncate:
             found.notes.append("llama.cpp lets YaRN begin and end at whole frequencies, which the model does not")
     elif rope.kind == "llama3":
@@ -188,6 +194,11 @@ def _rope(rope: RopeSpec, found: ModelMetadata) -> None:
         found.notes.append(
             f"dynamic rope scaling has no place in GGUF: right up to {rope.original_max_position} tokens of context"
         )
+
+
+def yarn_scale(factor: float) -> float:
+    """What readers multiply q and k by of their own accord where they turn by YaRN."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _llama3_factors(rope: RopeSpec) -> NDArray[np.float32]:

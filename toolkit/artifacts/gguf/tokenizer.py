@@ -85,11 +85,10 @@ def _add_tokens(path: Path, built: Tokenizer, metadata: Mapping[str, Any], token
     from tokenizers import AddedToken
 
     types = _list(path, metadata, "tokenizer.ggml.token_type", len(tokens))
-    for token, kind in zip(tokens, types, strict=True):
-        if kind == CONTROL:
-            built.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif kind == USER_DEFINED:
-            built.add_tokens([AddedToken(token, special=False, normalized=False)])
+    special, plain = ([t for t, k in zip(tokens, types, strict=True) if k == kind] for kind in (CONTROL, USER_DEFINED))
+    # all at once: for each call the library goes through all that it has
+    built.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    built.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
 
 
 def _add_bos(path: Path, built: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:

@@ -28,18 +28,18 @@ def vocabulary(
     ``config`` and ``generation``: config.json and generation_config.json, for the ids of special tokens. Raises
     ToolkitError, one line, for a tokenizer that GGUF (or this tool) cannot express.
     """
-    path = directory / "tokenizer.json"
-    side = directory / "tokenizer_config.json"
+    path, opened = directory / "tokenizer.json", None
     if path.is_file():
-        data, named = read_json_object(path), read_json_object(side) if side.is_file() else {}
+        data = read_json_object(path)
     else:
         path, opened = directory, Tokenizer.open(directory)
-        data, named = json.loads(opened.backend.to_str()), opened.config
-    model = data.get("model") or {}
+        data = json.loads(opened.backend.to_str())
+    model = data["model"] if isinstance(data.get("model"), dict) else {}
     if model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):
         raise ToolkitError(
             f"{path}: model.type: expected BPE, found {model.get('type')!r:.40}; GGUF needs another tool"
         )
+    opened = opened or Tokenizer.open(directory)  # who has looked at what follows
     added = {int(token["id"]): token for token in data.get("added_tokens") or []}
     tokens = {int(i): token for token, i in model["vocab"].items()} | {i: t["content"] for i, t in added.items()}
     if max(tokens, default=0) >= vocab_size:
@@ -62,9 +62,9 @@ def vocabulary(
         found["tokenizer.ggml.scores"] = _scores(listed, merges)
     else:
         found["tokenizer.ggml.merges"] = [" ".join(pair) for pair in merges]
-    found |= _special_ids(named, listed, config, generation)
+    found |= _special_ids(opened.config, listed, config, generation)
     found |= _flags(path, data, found, sentencepiece)
-    template = _chat_template(directory)
+    template = opened.chat_template or next(iter(opened.chat_templates.values()), None)
     lost = [
         f"the tokenizer's {step} has no place in GGUF: there text that it would change is cut otherwise"
         for step in _lost(data, found["tokenizer.ggml.pre"], sentencepiece)
@@ -169,14 +169,3 @@ def _flags(path: Path, data: dict[str, Any], found: dict[str, Any], sentencepiec
         for step in steps
     )
     return {**flags, "tokenizer.ggml.add_space_prefix": prefix}
-
-
-def _chat_template(directory: Path) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    side = directory / "tokenizer_config.json"
-    found = read_json_object(side).get("chat_template") if side.is_file() else None
-    if isinstance(found, list):
-        found = next((t.get("template") for t in found if t.get("name") == "default"), None)
-    return found if isinstance(found, str) else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from toolkit.artifacts.output.partial import partial_dir
@@ -14,8 +16,7 @@ def check_room(target: Path | str, needed: int) -> None:
     """Raise ToolkitError where the disk of ``target`` has fewer than ``needed`` bytes free, those counted that an
     earlier run has left for it. A disk that does not tell has room."""
     target = Path(target).resolve()
-    partial = partial_dir(target)
-    there = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()) if partial.is_dir() else 0
+    there = _bytes(partial_dir(target))
     disk = next((folder for folder in target.parents if folder.is_dir()), target.parent)
     try:
         free = shutil.disk_usage(disk).free
@@ -26,3 +27,13 @@ def check_room(target: Path | str, needed: int) -> None:
             f"{target}: about {show_size(needed)} are needed there for the result and the work on it, "
             f"{show_size(free + there)} are free; free some space, or write to another disk"
         )
+
+
+def _bytes(folder: Path) -> int:
+    """Of all files in it, from which another run may take some away meanwhile."""
+    found = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                found += os.lstat(os.path.join(place, name)).st_size
+    return found

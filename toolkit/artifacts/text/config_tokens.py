@@ -25,14 +25,14 @@ def with_config_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], pa
     misplaced = {i: t for i, t in declared.items() if backend.token_to_id(t.content) != i}
     if renamed := {i: t for i, t in misplaced.items() if backend.id_to_token(i) is not None}:
         backend = _rename(backend, {i: t.content for i, t in renamed.items()}, path)
-    for i, token in sorted(misplaced.items()):
-        if i not in renamed:
-            backend.add_tokens([token])
-            if backend.token_to_id(token.content) != i:
-                raise ToolkitError(
-                    f"{path / 'tokenizer_config.json'}: added_tokens_decoder puts {token.content!r} at id {i}, "
-                    f"but the next free id of tokenizer.json is {backend.token_to_id(token.content)}"
-                )
+    absent = [(i, misplaced[i]) for i in sorted(misplaced) if i not in renamed]
+    backend.add_tokens([token for _, token in absent])
+    for i, token in absent:
+        if backend.token_to_id(token.content) != i:
+            raise ToolkitError(
+                f"{path / 'tokenizer_config.json'}: added_tokens_decoder puts {token.content!r} at id {i}, "
+                f"but the next free id of tokenizer.json is {backend.token_to_id(token.content)}"
+            )
     known = backend.get_added_tokens_decoder()
     missing = [t for i, t in declared.items() if i not in known]
     texts = {t.content for t in known.values()} | {t.content for t in missing}

@@ -100,11 +100,13 @@ class MeantEncoder:
         for part in ("normalizer", "pre_tokenizer"):
             if (value := getattr(backend, part)) is not None:
                 setattr(copy, part, value)
+        added = []  # all at once: for each call the library goes through all that it has
         for _, token in sorted(backend.get_added_tokens_decoder().items()):
             flags = {
                 flag: getattr(token, flag) for flag in ("lstrip", "rstrip", "single_word", "normalized", "special")
             }
-            copy.add_tokens([tokenizers.AddedToken(self._called.get(token.content, token.content), **flags)])
+            added.append(tokenizers.AddedToken(self._called.get(token.content, token.content), **flags))
+        copy.add_tokens(added)
         for name in self._called:
             if backend.token_to_id(name) in copy.encode(name, add_special_tokens=False).ids:
                 return None

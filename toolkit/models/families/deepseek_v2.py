@@ -21,6 +21,7 @@ from toolkit.models.gguf import (
     WHOLE,
     Gguf,
     Metadata,
+    read_betas,
     read_routing,
     routing,
     with_experts,
@@ -68,6 +69,7 @@ def read_latent_gguf(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any
             "original_max_position_embeddings": file.whole("rope.scaling.original_context_length"),
             "mscale": scale,
             "mscale_all_dim": scale,
+            **read_betas(file),
         }
     return {
         **read_routing(file, config),

@@ -12,7 +12,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.routing import LOCAL, read_mixture
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf, Metadata, with_experts, without
+from toolkit.models.gguf import BLOCK, Gguf, Metadata, read_betas, with_experts, without
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.stored import fused_experts, renamed
 
@@ -57,6 +57,7 @@ def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     else:
         length = file.whole("rope.scaling.original_context_length")
         rope = {**ROPE, "rope_theta": theta, "factor": factor, "original_max_position_embeddings": length}
+        rope |= read_betas(file)
     return {"rope_parameters": rope, "sliding_window": file.whole("attention.sliding_window")}
 
 

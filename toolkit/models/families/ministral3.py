@@ -13,7 +13,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf, Metadata
+from toolkit.models.gguf import BLOCK, Gguf, Metadata, read_betas
 from toolkit.models.spec import DecoderSpec, QueryScale
 
 ROPE = dict(
@@ -56,6 +56,7 @@ def _beta(config: Fields) -> float:
 def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     yarn = {
         **ROPE,
+        **read_betas(file),
         "rope_theta": config["rope_theta"],
         "factor": file.number("rope.scaling.factor"),
         "original_max_position_embeddings": file.whole("rope.scaling.original_context_length"),

@@ -10,6 +10,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 
@@ -118,7 +119,12 @@ def _read_cache(path: Path, plan: CalibrationPlan) -> list[list[int]] | None:
 
 
 def _write_cache(path: Path, samples: list[list[int]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Keep the text where that can be: the run that wrote it, for minutes perhaps, has it anyway."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps(samples), encoding="utf-8")
-    os.replace(scratch, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(samples), encoding="utf-8")
+        os.replace(scratch, path)
+    except OSError:
+        with suppress(OSError):
+            scratch.unlink()
