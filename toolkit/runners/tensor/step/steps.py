@@ -87,9 +87,9 @@ class Steps:
                 spec.block == 1 and not spec.mutual
             )  # else no step is of one token a sequence, which is what graphs are of
             attends, may = bool(self._tile_rows), one and _capturable(decoder)
-            self.graphs = Graphs("decode steps", on_graphs, self._decode_body, attends, may)
+            self.graphs = Graphs("decode steps", on_graphs, attends, may)
             if prompts and may and decoder.split is None and decoder.added is None:
-                self.prompts = Graphs("steps with prompts", on_graphs, self._prompt_body, attends)
+                self.prompts = Graphs("steps with prompts", on_graphs, attends)
         self._cuts: dict[tuple[Kind, Heads], DecodeCut] = {}  # of the decode step before
         self._pictures: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # by number, what cross layers keep of them
         self._previous = torch.zeros(MOST_SAMPLED, dtype=torch.int64, device=device.torch)
@@ -183,7 +183,7 @@ class Steps:
         adapters = self.adapters.of_tokens(batch)
         offset, tile_rows = self._positions.offset, self._tile_rows
         made = decode_arrays(batch, self.spec, spare, size, offset, tile_rows, self._cuts, draws, adapters)
-        logits, capture = graphs.run(made)
+        logits, capture = graphs.run(made, self._decode_body)
         if logits is None:
             return {"tokens": self._previous[:n], "best": self._best[:n]}, capture
         sampled = sample_rows(logits[:n], batch.sampling, self.decoder.ops, self.device)
@@ -243,7 +243,7 @@ class Steps:
         adapters, offset = self.adapters.of_tokens(batch), self._positions.offset
         spare, size = self.cache.num_blocks, self.cache.block_size
         made = prompt_arrays(batch, self.spec, spare, size, offset, self._tile_rows, adapters, self._room)
-        _, capture = graphs.run(made)
+        _, capture = graphs.run(made, self._prompt_body)
         assert self._left is not None
         x, delta = self._left
         return x[: made.tokens], delta[: made.tokens], capture
