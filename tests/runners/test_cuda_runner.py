@@ -22,7 +22,8 @@ from toolkit.runners.tensor.runner import TensorRunner
 from toolkit.runners.tensor.step.draws import columns, uniforms
 from toolkit.runners.tensor.step.idle import idle_batch
 from toolkit.runners.tensor.step.inputs import graph_rows
-from toolkit.runners.tensor.step.prompts import most_tokens
+from toolkit.runners.tensor.step.prompts import most_tokens, parts_room
+from toolkit.runners.tensor.step.tiles import AttentionPlan
 from toolkit.runners.tensor.traits import model_traits
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -156,8 +157,30 @@ def test_prompts_behind_long_contexts_merge_in_graphs(pair):
     _both(ours, oracle, {0: _prompt(260, 1), 1: [3]})
     for turn in range(4):
         _both(ours, oracle, {0: [5 + turn], 1: _prompt(9 + turn, turn)})
-    merged = [merged for key in ours.runner._steps.prompts.keys() for *_, merged in key.tiles]
-    assert True in merged and device.replays > 0
+    assert any(parts for key in ours.runner._steps.prompts.keys() for *_, parts in key.tiles) and device.replays > 0
+
+
+def test_a_graph_of_a_large_step_has_room_for_the_partial_results_that_there_are_alone(pair, monkeypatch):
+    """Room for one of every tile that could be would be a gigabyte of a 7B model."""
+    room, give = [], AttentionPlan.give
+
+    def seen(plan, heads, items, merges, parts, kind="decode"):
+        room.append((len(items), parts))
+        give(plan, heads, items, merges, parts, kind)
+
+    ours, device, oracle = pair("llama")
+    assert [ours.add(), ours.add()] == [oracle.add(), oracle.add()]
+    _both(ours, oracle, {0: _prompt(260, 1), 1: [3]})
+    monkeypatch.setattr(AttentionPlan, "give", seen)
+    for turn in range(3):
+        _both(ours, oracle, {0: [5 + turn], 1: _prompt(70 + turn, turn)})
+    assert device.replays > 0 and (128, 16) in room and max(parts for _, parts in room) == 16
+
+
+def test_room_for_partial_results():
+    found = {n: parts_room(n) for n in range(5000)}
+    assert sorted(set(found.values())) == [0, 16, 64, 256, 1024, 4096, 16384]
+    assert all(n <= room < max(17, 4 * n + 1) for n, room in found.items())
 
 
 def test_steps_that_ask_for_more_than_tokens_run_kernel_by_kernel(pair):

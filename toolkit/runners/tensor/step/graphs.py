@@ -40,7 +40,7 @@ class Graph:
 class Graphs:
     """Graphs by key, captured when a key comes for the first time; a device without them runs steps one by one.
 
-    ``what``: the steps, in a warning; ``attends``: whether they do attention, whose tiles are known once a step has run.
+    ``what``: the steps, in a warning; ``attends``: whether they do attention, whose tiles are known once one has run.
     Graphs share a pool for their intermediate results: what one leaves is overwritten by the next.
     """
 
