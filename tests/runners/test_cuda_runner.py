@@ -183,6 +183,23 @@ def test_room_for_partial_results():
     assert all(n <= room < max(17, 4 * n + 1) for n, room in found.items())
 
 
+def test_texts_of_models_that_see_run_as_graphs_and_tokens_of_pictures_do_not(pair):
+    """A token of a text has the same position three times, one of a picture a row and a column."""
+    ours, device, oracle = pair("qwen2_vl", layers=None)
+    assert [ours.add(), oracle.add()] == [0, 0]
+    for turn in range(4):
+        batches = [driver.batch({0: _prompt(12 + turn, turn)}, "all") for driver in (ours, oracle)]
+        for batch in batches:
+            batch.positions = np.repeat(batch.positions, 3, 0)
+            if turn == 3:
+                batch.positions[1:, 4:9] += [[2], [1]]
+        found, expected = (d.runner.submit(b).result() for d, b in zip((ours, oracle), batches, strict=True))
+        np.testing.assert_allclose(found.logits, expected.logits, **CLOSE)
+    assert (
+        device.replays == 1 and len(ours.runner._steps.prompts.keys()) == 1
+    )  # the first finds tiles, the second is it
+
+
 def test_steps_that_ask_for_more_than_tokens_run_kernel_by_kernel(pair):
     ours, device, oracle = pair("llama")
     ours.runner.warm_up(1, 64, 64)

@@ -46,7 +46,7 @@ def fits(batch: StepBatch, most: int) -> bool:
         and batch.embeds is None
         and batch.views is None
         and batch.types is None
-        and len(batch.positions) == 1
+        and bool((batch.positions == batch.positions[0]).all())  # by rows and columns are those of pictures
         and not batch.aux_layers
         and not any(map(len, (batch.routed, batch.routes_index, batch.mutual)))
     )

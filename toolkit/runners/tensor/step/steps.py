@@ -255,9 +255,9 @@ class Steps:
             kind: AttentionPlan(t[f"table{kind[0]}"], starts, lengths, sight_of(self.spec, kind), put, rows, made.own)
             for kind, rows in self._tile_rows.items()
         }
-        for kind, heads, step, _, parts in key.tiles:
+        for kind, heads, step, _, room in key.tiles:
             items, merges = t[tile_name("items", kind, heads)], t[tile_name("merges", kind, heads)]
-            plans[kind].give(heads, items, merges, parts, step)
+            plans[kind].give(heads, items, merges, room, step)
         x, delta = self._layers(self._embed(t), t, plans, made.batch)
         self.adapters.use(None, self.decoder.ops)
         assert delta is not None, "a model has layers"
