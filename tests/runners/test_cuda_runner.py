@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from toolkit.artifacts.canonical import Fp4
+from toolkit.artifacts.rounding import to_group_int
 from toolkit.errors import UsageError
 from toolkit.kernels import KernelError
 from toolkit.runners.base import RunnerError, RunnerOptions
@@ -219,6 +221,20 @@ def test_steps_that_ask_for_more_than_tokens_run_kernel_by_kernel(pair):
 def test_which_steps_with_prompts_are_graphs(family, expands, most, tiny_models):
     spec = open_model(tiny_models(family)).spec
     assert most_tokens(spec, expands) == most
+
+
+@pytest.mark.parametrize("form", ["int4", "fp4"])
+@pytest.mark.parametrize("which", [0, -1])
+def test_weights_that_become_dense_for_many_rows_end_graphs_wherever_they_are(which, form, tiny_models, graphs):
+    opened = open_model(tiny_models("llama"))
+    weights, name = dict(opened.weights()), opened.spec.linears()[which].name
+    dense = weights[name].weight
+    rounded = to_group_int(dense, 4, 32)
+    scales = torch.ones(dense.shape[0], dense.shape[1] // 16).to(torch.float8_e4m3fn)
+    weights[name] = rounded if form == "int4" else Fp4(rounded.codes, scales, 16)
+    options = RunnerOptions(dtype="float32", device="cpu")
+    made = (opened.spec, lambda: weights, options)
+    assert TensorRunner(*made, graphs=graphs.CpuDevice(), ops=graphs.interpreted_ops())._prompts == 256
 
 
 def test_the_larger_a_model_the_fewer_tokens_are_worth_a_graph():
@@ -471,6 +487,18 @@ def test_graphs_go_when_the_cache_goes(pair):
     ours.runner.release_weights()
     with pytest.raises(RunnerError, match="load_weights"):
         ours.step({0: [6]})
+
+
+def test_a_model_that_has_slept_needs_no_more_graphs_than_before(pair):
+    ours, _, oracle = pair("llama")
+    ours.runner.warm_up(3, 64, 16)
+    before = set(ours.runner._steps.prompts.keys())
+    ours.runner.release_cache()
+    ours.runner.allocate_cache((64,))
+    assert [ours.add(), ours.add()] == [oracle.add(), oracle.add()]
+    for new in ({0: _prompt(12)}, {0: _prompt(12)}, {1: _prompt(5), 0: _prompt(9)}):
+        _both(ours, oracle, new)
+    assert {key.rows for key in before} == {8, 16} and before >= set(ours.runner._steps.prompts.keys()) != set()
 
 
 def test_memory_is_given_back_at_once_though_there_are_graphs(pair):

@@ -136,9 +136,7 @@ class Steps:
             for added in idle_prompts(length, tokens):
                 self._mixed(idle(added, spare, size, adapter))
             self._decode(idle([(1, 1)], spare, size, adapter, self.spec.vocab_size), self.graphs)
-        table = -(-length // size)
-        if (most + 1) * table <= MOST_ENTRIES:  # else tables have room for as much as a step needs
-            self._room = power_of_2(most + 1), power_of_2(table)
+        self.expect(most, length)
         for n in reversed(SIZES if self.prompts is not None else ()):
             if n <= min(self._most_tokens, tokens):
                 for whole in (parts(n, length), [1, *parts(n - 1, length)]):
@@ -153,6 +151,12 @@ class Steps:
                 if capture is not None:
                     capture()
         self._sampled = 0
+
+    def expect(self, most: int, length: int) -> None:
+        """Graphs of prompts are to have room for ``most`` sequences of up to ``length`` tokens: fewer will do then."""
+        table = -(-length // self.cache.block_size)
+        if (most + 1) * table <= MOST_ENTRIES:  # else tables have room for as much as a step needs
+            self._room = power_of_2(most + 1), power_of_2(table)
 
     def _reach(self, position: int) -> None:
         """Have what positions up to this one need."""
