@@ -25,6 +25,7 @@ from toolkit.runners.tensor.step.draws import columns, uniforms
 from toolkit.runners.tensor.step.idle import idle_batch
 from toolkit.runners.tensor.step.inputs import graph_rows
 from toolkit.runners.tensor.step.prompts import most_tokens, parts_room
+from toolkit.runners.tensor.step.steps import Steps
 from toolkit.runners.tensor.step.tiles import AttentionPlan
 from toolkit.runners.tensor.traits import model_traits
 
@@ -499,6 +500,19 @@ def test_a_model_that_has_slept_needs_no_more_graphs_than_before(pair):
     for new in ({0: _prompt(12)}, {0: _prompt(12)}, {1: _prompt(5), 0: _prompt(9)}):
         _both(ours, oracle, new)
     assert {key.rows for key in before} == {8, 16} and before >= set(ours.runner._steps.prompts.keys()) != set()
+
+
+def test_no_graph_is_forgotten_for_a_text_as_long_as_was_expected(pair, monkeypatch):
+    ours, device, _ = pair("llama")
+    monkeypatch.setattr(Steps, "warm_up", lambda *sizes: None)  # the interpreter takes a minute for it
+    ours.runner.warm_up(1, 5000, 16)
+    ours.runner.release_cache()
+    ours.runner.allocate_cache((64,))
+    number = ours.add()
+    for ids in ([3, 4], [5, 6]):
+        ours.step({number: ids})
+    ours.step({number: [7, 8]}, positions=np.array([[4500, 4501]], np.int32))
+    assert (device.captures, device.replays) == (1, 1)
 
 
 def test_memory_is_given_back_at_once_though_there_are_graphs(pair):

@@ -257,7 +257,7 @@ class TensorRunner:
             self._steps = Steps(
                 self.spec, self._decoder, self._cache, self._on, self._graphs, self._adapter_step, self._prompts
             )
-            if self._expected is not None:
+            if self._expected is not None and self._graphs is not None:
                 self._steps.expect(*self._expected)
         return self._steps
 

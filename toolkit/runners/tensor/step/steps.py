@@ -128,7 +128,7 @@ class Steps:
         """
         if self.graphs is None:
             return
-        self._reach(length - 1)
+        self.expect(most, length)
         spare, size = self.cache.num_blocks, self.cache.block_size
         adapters = (-1, 0) if self.adapters.count else (-1,)
         idle = partial(idle_batch, own_lengths=any(rope.own for rope in self.spec.ropes()))
@@ -136,7 +136,6 @@ class Steps:
             for added in idle_prompts(length, tokens):
                 self._mixed(idle(added, spare, size, adapter))
             self._decode(idle([(1, 1)], spare, size, adapter, self.spec.vocab_size), self.graphs)
-        self.expect(most, length)
         for n in reversed(SIZES if self.prompts is not None else ()):
             if n <= min(self._most_tokens, tokens):
                 for whole in (parts(n, length), [1, *parts(n - 1, length)]):
@@ -153,7 +152,10 @@ class Steps:
         self._sampled = 0
 
     def expect(self, most: int, length: int) -> None:
-        """Graphs of prompts are to have room for ``most`` sequences of up to ``length`` tokens: fewer will do then."""
+        """Have room in graphs for ``most`` sequences of up to ``length`` tokens: else the first ones that are longer
+        want others, and have all forgotten.
+        """
+        self._reach(length - 1)
         table = -(-length // self.cache.block_size)
         if (most + 1) * table <= MOST_ENTRIES:  # else tables have room for as much as a step needs
             self._room = power_of_2(most + 1), power_of_2(table)
