@@ -4,10 +4,14 @@ whatever the way the work is done, a step ahead of what was read.
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
 from toolkit.engine.core import EngineCore
+from toolkit.engine.in_flight import BROKEN_AFTER
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.runners.base import RunnerOptions
@@ -147,3 +151,32 @@ def test_memory_that_runs_out_once_costs_no_request_its_tokens(runners):
     assert not [o for o in outputs if o.finish_reason == "error"], "the step was run again in parts"
     expected = _serve(_core(oracle), [third])
     assert _serve(core, [third]) == expected
+
+
+@pytest.mark.parametrize("which", ["graphs", "torch"])
+def test_a_cache_that_is_made_anew_takes_the_place_of_the_old_one(which, runners, monkeypatch):
+    """The error of the steps that failed is still held then, and with it where it came from."""
+    runner = dict(zip(("graphs", "device", "torch"), runners("llama"), strict=True))[which]
+    core, allocate, alive = _core(runner), runner.allocate_cache, []
+    old = weakref.ref(runner._cache)
+
+    def broken(*args):
+        raise RuntimeError("no such kernel")
+
+    def counted(blocks):
+        runner.release_cache()
+        alive.append(old())
+        allocate(blocks)
+
+    monkeypatch.setattr(runner, "allocate_cache", counted)
+    monkeypatch.setattr(type(runner._decoder), "run", broken)
+    for i in range(BROKEN_AFTER):
+        core.add(EngineRequest(str(i), [3, 4, 5], SamplingParams(2)))
+    gc.collect()
+    gc.disable()
+    try:
+        while core.has_work:
+            core.step()
+    finally:
+        gc.enable()
+    assert alive == [None]

@@ -13,7 +13,7 @@ from toolkit.engine.intake import INTERNAL_ERROR
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.pictures.sight import Sight
 from toolkit.engine.plan import Plan
-from toolkit.engine.recovery import Entry, entries_of, halves, rewind, still_due
+from toolkit.engine.recovery import Entry, entries_of, halves, let_go, rewind, still_due
 from toolkit.engine.request import EngineOutput
 from toolkit.engine.results import StepResults, progress_of
 from toolkit.engine.scheduler import Scheduler
@@ -109,6 +109,7 @@ class InFlight:
                     behind.result()
                 except Exception as also:
                     log.info("a step behind the one that failed: %s", also)
+                    let_go(also)
             self._steps.clear()
             rewind([step, *later], self._scheduler, self.builder)
             self._retry(entries_of(step.plan, step.starts), e, outputs)
@@ -172,6 +173,7 @@ class InFlight:
         if isinstance(error, RunnerLost):
             raise error
         log.error("a step of %d requests failed: %s: %s", len(entries), type(error).__name__, error, exc_info=error)
+        let_go(error)
         groups = deque(halves(entries))
         self.sight.lost()
         while groups:
@@ -183,6 +185,7 @@ class InFlight:
             except RunnerLost:
                 raise
             except Exception as e:
+                let_go(e)
                 self.sight.lost()
                 if len(group) == 1:
                     self._blame(group[0].seq, e, outputs)

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import Dense, Weight
+from toolkit.artifacts.canonical import Dense, Fp4, GroupInt, Weight
 from toolkit.models.spec import DecoderSpec
+from toolkit.runners.tensor.layers.linear import Placement, becomes_dense
+from toolkit.runners.weights.info import info_of
 
 Weights = Mapping[str, Weight | Tensor]
 
@@ -30,6 +32,14 @@ def stored_dtype(weight: Weight | Tensor) -> torch.dtype:
 def dense_bytes(spec: DecoderSpec, dtype: torch.dtype) -> int:
     """Of all linears inside the layers, dense."""
     return sum(x.in_features * x.out_features for x in spec.linears()) * dtype.itemsize
+
+
+def expands(spec: DecoderSpec, weights: Weights, place: Placement) -> bool:
+    """Whether some linear becomes dense for a product of many rows: kept in few bits, and no expert's."""
+    experts = [e for _, mixer in spec.mixers() if mixer.kind == "moe" for e in mixer.experts]
+    together = {linear.name for expert in experts for linear in expert.linears()}
+    alone = (info_of(weights, linear.name) for linear in spec.linears() if linear.name not in together)
+    return any(isinstance(w, (GroupInt, Fp4)) and not becomes_dense(w, place) for w in alone)
 
 
 def activation_bytes(spec: DecoderSpec, size: int) -> int:

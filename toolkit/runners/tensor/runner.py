@@ -37,7 +37,7 @@ from toolkit.runners.tensor.cache import KVCache, block_bytes, cache_traits
 from toolkit.runners.tensor.decoder import Decoder
 from toolkit.runners.tensor.devices.device import Device, GraphDevice
 from toolkit.runners.tensor.devices.find import find_dtype, mixed_gpus, on_device, open_device
-from toolkit.runners.tensor.footprint import activation_bytes, dense_bytes, first_linear, stored_dtype
+from toolkit.runners.tensor.footprint import activation_bytes, dense_bytes, expands, first_linear, stored_dtype
 from toolkit.runners.tensor.held import weight_bytes
 from toolkit.runners.tensor.layers.linear import Placement, becomes_dense
 from toolkit.runners.tensor.layers.lora import Adapters, AdapterStep
@@ -99,14 +99,14 @@ class TensorRunner:
         with on_device(self._on.torch):
             self._ops = ops or self._choose_ops(sample)
         self._place = self._placement(sample, dense)
-        expands = isinstance(sample, GroupInt) and not self._place.dequantize
-        self._prompts = 0 if graphs is None else most_tokens(spec, expands)
+        self._prompts = 0 if graphs is None else most_tokens(spec, expands(spec, stored, self._place))
         self._weight_bytes = weight_bytes(spec, stored, self._place, adapters)
         self.notes = self._describe(sample)
         self._decoder: Decoder | None = None
         self._encoder: Encoder | None = None
         self._cache: KVCache | None = None
         self._steps: Steps | None = None  # where there are weights and a cache
+        self._expected: tuple[int, int] | None = None  # sequences and their tokens, as ``warm_up`` had them
 
     def _choose_ops(self, sample: Weight) -> Ops:
         dims = {kept.head_dim for _, _, kept in self.spec.paged()}
@@ -246,6 +246,7 @@ class TensorRunner:
         new ones at most, so that no request waits for it; without graphs that is nothing. Raises RunnerError where
         memory runs out.
         """
+        self._expected = most, length
         with self._working(f"while steps of {most} sequences were tried"):
             self._ready().warm_up(most, length, tokens)
 
@@ -256,6 +257,8 @@ class TensorRunner:
             self._steps = Steps(
                 self.spec, self._decoder, self._cache, self._on, self._graphs, self._adapter_step, self._prompts
             )
+            if self._expected is not None and self._graphs is not None:
+                self._steps.expect(*self._expected)
         return self._steps
 
     @contextmanager

@@ -40,14 +40,12 @@ class Graph:
 class Graphs:
     """Graphs by key, captured when a key comes for the first time; a device without them runs steps one by one.
 
-    ``what``: the steps, in a warning; ``body``: of every step; ``attends``: whether it does attention, whose tiles are
-    known once a step has run. Graphs share a pool for their intermediate results: what one leaves is overwritten by the
-    next.
+    ``what``: the steps, in a warning; ``attends``: whether they do attention, whose tiles are known once one has run.
+    Graphs share a pool for their intermediate results: what one leaves is overwritten by the next.
     """
 
     what: str
     device: GraphDevice
-    body: Body
     attends: bool
     enabled: bool = True
     _graphs: OrderedDict[Key, Graph] = field(default_factory=OrderedDict)
@@ -62,9 +60,10 @@ class Graphs:
         self._graphs.clear()
         self._pool = None
 
-    def run(self, made: Made) -> tuple[Tensor | None, Callable[[], None] | None]:
+    def run(self, made: Made, body: Body) -> tuple[Tensor | None, Callable[[], None] | None]:
         """Submit a step: (its logits, where it does not draw; what captures it once its results are on their way).
 
+        ``body``: of every step; it is not kept, for it holds who keeps this: cache and weights would outlive them.
         The second is None where the step was replayed.
         """
         key: Any = made.key()
@@ -78,18 +77,18 @@ class Graphs:
         layout = Layout.of(arrays)
         buffer = torch.empty(layout.size, dtype=torch.uint8, device=self.device.torch)
         send(arrays, layout, buffer, self.device)
-        logits = self.body(layout.views(buffer), made, key)
+        logits = body(layout.views(buffer), made, key)
         capture = self.enabled and (bool(key.tiles) or not self.attends)  # it is known how attention cuts a step
-        return logits, (lambda: self._capture(key, made, layout, buffer)) if capture else None
+        return logits, (lambda: self._capture(key, made, body, layout, buffer)) if capture else None
 
-    def _capture(self, key: Key, made: Made, layout: Layout, buffer: Tensor) -> None:
+    def _capture(self, key: Key, made: Made, body: Body, layout: Layout, buffer: Tensor) -> None:
         views = layout.views(buffer)
         for last in (False, True):
             left: list[Tensor | None] = []
             if self._pool is None:
                 self._pool = self.device.pool()
             try:
-                replay = self.device.capture(lambda left=left: left.append(self.body(views, made, key)), self._pool)  # type: ignore[misc]
+                replay = self.device.capture(lambda left=left: left.append(body(views, made, key)), self._pool)  # type: ignore[misc]
             except (RuntimeError, KernelError) as error:
                 self._pool = None  # that of the graphs there are lives as long as they do
                 self.device.trim()

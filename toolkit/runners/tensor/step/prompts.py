@@ -21,6 +21,7 @@ from toolkit.runners.tensor.step.tiles import Cut, Heads, Kind, TileRows, sight_
 
 SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens that graphs are captured at
 EXPANDED = 256  # beyond it some weights in few bits become dense for a product, which a graph would hold memory for
+LEAST_PARTS = 16  # partial results of attention that a graph has room for, if any
 WORK = 1e13  # operations of a step beyond which the GPU takes longer than launching does
 
 
@@ -46,22 +47,29 @@ def fits(batch: StepBatch, most: int, absorbed: float) -> bool:
         and batch.embeds is None
         and batch.views is None
         and batch.types is None
-        and bool((batch.positions[1:] == batch.positions[0]).all())  # rows and columns are those of pictures
+        and bool((batch.positions == batch.positions[0]).all())  # by rows and columns are those of pictures
         and not any(map(len, (batch.routed, batch.routes_index, batch.mutual)))
     )
+
+
+def parts_room(parts: int) -> int:
+    """For so many partial results of attention: 0, 16, 64, 256 … Most tiles have none, and of large tiles one takes up
+    to two megabytes.
+    """
+    return 0 if not parts else max(LEAST_PARTS, 1 << 2 * -(-(parts - 1).bit_length() // 2))
 
 
 @dataclass(frozen=True)
 class PromptKey:
     """What a graph is captured for: tokens, rows and entries of block tables, tiles of attention by kind, heads and
-    kind of step with room for so many, and whether any are merged. ``adapted``: some tokens may have adapters;
-    ``tapped``: layers of which what goes in is kept.
+    kind of step with room for so many and for so many partial results, 0: none are merged. ``adapted``: some tokens may
+    have adapters; ``tapped``: layers of which what goes in is kept.
     """
 
     rows: int
     sequences: int
     table: int
-    tiles: tuple[tuple[Kind, Heads, str, int, bool], ...]
+    tiles: tuple[tuple[Kind, Heads, str, int, int], ...]
     adapted: bool
     tapped: tuple[int, ...]
 
@@ -88,7 +96,7 @@ class PromptArrays:
         sequences = max(power_of_2(self.own + 1), self.room[0])
         width = max(LEAST_TABLE, power_of_2(max(t.shape[1] for t in self.batch.block_tables)), self.room[1])
         tiles = tuple(
-            (*which, power_of_2(max(len(made.items), self.tokens)), bool(len(made.merges)))
+            (*which, power_of_2(max(len(made.items), self.tokens)), parts_room(made.parts))
             for which, made in self.cuts.items()
         )
         return PromptKey(self.tokens, sequences, width, tiles, ADAPTER in self.arrays, self.batch.aux_layers)
@@ -101,8 +109,8 @@ class PromptArrays:
             wide[: len(table), : table.shape[1]] = table
             wide[self.own :] = self.spare[group]
             arrays[f"table{group}"] = wide
-        for kind, heads, step, room, merged in key.tiles:
-            made = self.cuts[kind, heads, step].padded(room, self.tokens if merged else 0)
+        for kind, heads, step, room, parts in key.tiles:
+            made = self.cuts[kind, heads, step].padded(room, self.tokens if parts else 0)
             arrays[tile_name("items", kind, heads)] = made.items
             arrays[tile_name("merges", kind, heads)] = made.merges
         return arrays

@@ -93,9 +93,9 @@ class Steps:
                 spec.block == 1 and not spec.mutual
             )  # else no step is of one token a sequence, which is what graphs are of
             attends, may = bool(self._tile_rows), one and _capturable(decoder)
-            self.graphs = Graphs("decode steps", on_graphs, self._decode_body, attends, may)
+            self.graphs = Graphs("decode steps", on_graphs, attends, may)
             if prompts and may and decoder.split is None and decoder.added is None:
-                self.prompts = Graphs("steps with prompts", on_graphs, self._prompt_body, attends)
+                self.prompts = Graphs("steps with prompts", on_graphs, attends)
         self._cuts: dict[tuple[Kind, Heads], DecodeCut] = {}  # of the decode step before
         self._pictures: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # by number, what cross layers keep of them
         self._previous = torch.zeros(MOST_SAMPLED, dtype=torch.int64, device=device.torch)
@@ -134,7 +134,7 @@ class Steps:
         """
         if self.graphs is None:
             return
-        self._reach(length - 1)
+        self.expect(most, length)
         spare, size = self.cache.num_blocks, self.cache.block_size
         adapters = (-1, 0) if self.adapters.count else (-1,)
         idle = partial(idle_batch, own_lengths=any(rope.own for rope in self.spec.ropes()))
@@ -142,9 +142,6 @@ class Steps:
             for added in idle_prompts(length, tokens):
                 self._mixed(idle(added, spare, size, adapter))
             self._decode(idle([(1, 1)], spare, size, adapter, self.spec.vocab_size), self.graphs)
-        table = -(-length // size)
-        if (most + 1) * table <= MOST_ENTRIES:  # else tables have room for as much as a step needs
-            self._room = power_of_2(most + 1), power_of_2(table)
         for n in reversed(SIZES if self.prompts is not None and most > FEW_ROWS else ()):
             if n <= min(self._most_tokens, tokens):
                 for whole in (parts(n, length), [1, *parts(n - 1, length)]):
@@ -159,6 +156,15 @@ class Steps:
                 if capture is not None:
                     capture()
         self._sampled = 0
+
+    def expect(self, most: int, length: int) -> None:
+        """Have room in graphs for ``most`` sequences of up to ``length`` tokens: else the first ones that are longer
+        want others, and have all forgotten.
+        """
+        self._reach(length - 1)
+        table = -(-length // self.cache.block_size)
+        if (most + 1) * table <= MOST_ENTRIES:  # else tables have room for as much as a step needs
+            self._room = power_of_2(most + 1), power_of_2(table)
 
     def _reach(self, position: int) -> None:
         """Have what positions up to this one need."""
@@ -189,7 +195,7 @@ class Steps:
         adapters = self.adapters.of_tokens(batch)
         offset, tile_rows = self._positions.offset, self._tile_rows
         made = decode_arrays(batch, self.spec, spare, size, offset, tile_rows, self._cuts, draws, adapters)
-        logits, capture = graphs.run(made)
+        logits, capture = graphs.run(made, self._decode_body)
         if logits is None:
             return {"tokens": self._previous[:n], "best": self._best[:n]}, capture
         sampled = sample_rows(logits[:n], batch.sampling, self.decoder.ops, self.device)
@@ -255,7 +261,7 @@ class Steps:
         adapters, offset = self.adapters.of_tokens(batch), self._positions.offset
         spare, size = self.cache.num_blocks, self.cache.block_size
         made = prompt_arrays(batch, self.spec, spare, size, offset, self._tile_rows, adapters, self._room)
-        _, capture = graphs.run(made)
+        _, capture = graphs.run(made, self._prompt_body)
         assert self._left is not None
         x, delta = self._left
         return x[: made.tokens], delta[: made.tokens], capture
@@ -267,9 +273,9 @@ class Steps:
             kind: AttentionPlan(t[f"table{kind[0]}"], starts, lengths, sight_of(self.spec, kind), put, rows, made.own)
             for kind, rows in self._tile_rows.items()
         }
-        for kind, heads, step, room, merged in key.tiles:
+        for kind, heads, step, _, room in key.tiles:
             items, merges = t[tile_name("items", kind, heads)], t[tile_name("merges", kind, heads)]
-            plans[kind].give(heads, items, merges, room if merged else 0, step)
+            plans[kind].give(heads, items, merges, room, step)
         taps: dict[int, Tensor | None] = dict.fromkeys(key.tapped)
         x, delta = self._layers(self._embed(t), t, plans, made.batch, taps=taps)
         self.adapters.use(None, self.decoder.ops)
