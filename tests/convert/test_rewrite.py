@@ -500,6 +500,17 @@ def test_a_broken_tokenizer_is_one_line(tiny_models: Any, tmp_path: Path) -> Non
         rewrite(str(model), tmp_path / "m.gguf", to="gguf", gguf_type="q8_0")
 
 
+@pytest.mark.parametrize("to", ["hf", "w8a8", "gguf"])
+def test_what_is_left_out_is_told(tiny_models: Any, tmp_path: Path, to: str) -> None:
+    """Such as layers for multi-token prediction; not the scales of a KV cache, which have a line of their own."""
+    model = shutil.copytree(tiny_models("llama", **PLAIN), tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    more = {"mtp.fc.weight": torch.ones(4, 4), "model.layers.0.self_attn.k_scale": torch.ones(1)}
+    save_file({**tensors, **more}, model / "model.safetensors", {"format": "pt"})
+    done = rewrite(str(model), tmp_path / "m", to=to)
+    assert [note for note in done.notes if "as nothing here computes them: 1 tensors, mtp.fc.… (1)" in note]
+
+
 def test_gguf_into_a_directory_has_a_manifest(tiny_models: Any, tmp_path: Path) -> None:
     done = rewrite(str(tiny_models("llama", **PLAIN)), tmp_path / "m", to="gguf", gguf_type="q8_0")
     assert done.manifest is not None and (tmp_path / "m" / "model.gguf").is_file()
@@ -517,6 +528,14 @@ def test_a_gguf_file_is_not_replaced_unasked(tiny_models: Any, tmp_path: Path) -
     rewrite(source, target, to="gguf", overwrite=True)
     assert target.read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf"]
+
+
+def test_a_gguf_file_of_an_artifact_is_not_replaced_alone(tiny_models: Any, tmp_path: Path) -> None:
+    """Its manifest would tell of another file."""
+    source = str(tiny_models("llama", **PLAIN))
+    rewrite(source, tmp_path / "m", to="gguf")
+    with pytest.raises(UsageError, match="is a file of the artifact"):
+        rewrite(source, tmp_path / "m" / "model.gguf", to="gguf", gguf_type="q8_0", overwrite=True)
 
 
 def test_two_runs_do_not_write_one_gguf_file(tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,6 +216,15 @@ def test_nan_is_named_before_calibration(tiny_checkpoint: Any, tmp_path: Path, q
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out.partial"))
 
 
+def test_what_is_left_out_is_told(tiny_checkpoint: Any, tmp_path: Path, quick: Common) -> None:
+    model = tiny_checkpoint("llama", tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    save_file({**tensors, "mtp.fc.weight": torch.ones(4, 4)}, model / "model.safetensors", metadata={"format": "pt"})
+    told: list[str] = []
+    mxfp4(str(model), tmp_path / "out", common=replace(quick, notice=told.append))
+    assert told[0] == "model: left out, as nothing here computes them: 1 tensors, mtp.fc.… (1)"
+
+
 def test_refusals(tiny_models: Any, tmp_path: Path, quick: Common) -> None:
     model = str(tiny_models("llama"))
     with pytest.raises(UsageError, match=r"--w-bits.*4-bit weights alone, found 8"):

@@ -72,7 +72,7 @@ _BEHIND = {"pooler", "cls", "classifier", "score", "position_ids"}
 def left_out(checkpoint: Checkpoint, stored: Iterable[StoredTensor], mtp: Mtp | None = None) -> str:
     """One line on tensors that belong to no module of the model or of its layer for multi-token prediction, as those of
     a tower of a model that is read as text: "" where there are none. A tied model's head is none of them: it is a
-    copy."""
+    copy. Nor are scales of a KV cache, which are looked for by their names."""
     stored = [*stored, *(mtp.stored if mtp is not None else ())]
     modules = {item.name for item in stored} | {"lm_head", "language_model.lm_head", *(mtp.copies if mtp else ())}
     bare = {item.name for item in stored if item.bare}
@@ -81,7 +81,7 @@ def left_out(checkpoint: Checkpoint, stored: Iterable[StoredTensor], mtp: Mtp | 
         parts = name.split(".")
         taken = modules.intersection(itertools.accumulate(parts, "{}.{}".format)) or name.rpartition("_")[0] in bare
         head = bool(_BEHIND.intersection(parts)) or parts[0] in ("head", "decoder")
-        if not taken and not head and parts[-1] not in _STRAY:
+        if not taken and not head and parts[-1] not in _STRAY and not name.endswith(CACHE_SCALES):
             counts[".".join(itertools.takewhile(lambda part: not part.isdigit(), parts[:2]))] += 1
     if not counts:
         return ""

@@ -124,6 +124,7 @@ def rewrite(
             work = Work(checkpoint, spec, stored, build(checkpoint.config)[1], quantized, to, dtype, progress)
             check_room(target, least_bytes(work))
             notes, quality = write_weights(work, stage)
+            notes += filter(None, [left_out(checkpoint, stored)])
         return Rewritten(target, to, notes, stage.finish(quality))
 
 

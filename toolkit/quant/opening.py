@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 
 import torch
 
 from toolkit.artifacts.manifest import require_kind
 from toolkit.artifacts.source import resolve_model
+from toolkit.artifacts.weights import left_out
 from toolkit.errors import UsageError
 from toolkit.models.spec import LinearSpec
 from toolkit.quant.layers.source import LayerSource
@@ -54,7 +56,10 @@ def open_source(model: str, common: Common, what: str) -> LayerSource:
     path = resolve_model(model, revision=common.revision, download_dir=common.download_dir)
     require_kind(path, ("checkpoint",), f"tool lite {what}")
     explain_mapped_faults()
-    return LayerSource(path)
+    source = LayerSource(path)
+    if what != "calibrate" and (others := left_out(source.checkpoint, chain(source.outer, *source.stored))):
+        common.notice(others)
+    return source
 
 
 def targets(source: LayerSource, selection: Selection) -> list[LinearSpec]:

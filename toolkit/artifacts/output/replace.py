@@ -43,7 +43,7 @@ def check_directory_target(target: Path | str, inputs: Iterable[Path] = (), over
 def check_file_target(target: Path, source: Path, overwrite: bool) -> None:
     """Whether ``target`` may become a GGUF file: it is new, or a GGUF file that this tool wrote and ``overwrite``.
 
-    Raises UsageError for anything else, and if it is ``source``, which is read.
+    Raises UsageError for anything else, a file of an artifact too, and if it is ``source``, which is read.
     """
     if target.is_dir():
         raise UsageError(f"{target}: expected a file name, found a directory of that name")
@@ -53,6 +53,8 @@ def check_file_target(target: Path, source: Path, overwrite: bool) -> None:
         raise UsageError(f"{target}: is the model itself; choose another name")
     if target.is_symlink():
         raise UsageError(f"{target}: is a symbolic link, which is never replaced; choose another name")
+    if (target.parent / MANIFEST).is_file() and target.name not in foreign(target.parent):
+        raise UsageError(f"{target}: is a file of the artifact {target.parent}; choose another name")
     if not _is_our_gguf(target):
         raise UsageError(
             f"{target}: never replaced, for it is not a GGUF file that this tool wrote; choose another name, or move it"
