@@ -3,6 +3,7 @@ that the cache shows."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -513,6 +514,22 @@ def test_beside_guesses_that_do_not_pay_a_draft_pays_no_sooner(monkeypatch: pyte
     seq = Sequence(EngineRequest("r", [1, 2], SamplingParams(50)), order=0, max_len=99, rope_set=0, keys_root=None)
     monkeypatch.setattr("toolkit.engine.drafts.speculator.time", SimpleNamespace(perf_counter=lambda: -1.0))
     assert speculator.choose([seq]) == {} and draft.asked == [0]
+
+
+def test_what_a_draft_held_as_it_failed_is_gone_as_it_is_closed() -> None:
+    """Tensors of its last step, and its cache: the memory is to be free then."""
+    draft, held = Priced(0.9, 0.0), []
+
+    def propose(asked: Any) -> list[Guess]:
+        cache = np.zeros(1)
+        held.append(weakref.ref(cache))
+        raise RuntimeError("no memory")
+
+    draft.propose = propose  # type: ignore[method-assign]
+    draft.close = lambda: held.append(held.pop()())  # type: ignore[method-assign]
+    speculator = Speculator(Speculation(most=8, always=True), [draft], VOCAB)
+    seq = Sequence(EngineRequest("r", [1, 2], SamplingParams(50)), order=0, max_len=99, rope_set=0, keys_root=None)
+    assert speculator.choose([seq]) == {} and held == [None]
 
 
 def test_a_draft_that_fails_is_asked_no_more() -> None:

@@ -305,11 +305,21 @@ def test_calls_of_the_manifest_are_filled_with_what_ops_may_be_given(gpu_check):
 
 
 @pytest.mark.slow
-def test_the_runner_is_checked_step_by_step(gpu_check):
-    from gpu.checking.runner import check_runner
+@pytest.mark.parametrize("through_graphs", [True, False])
+def test_the_runner_is_checked_step_by_step(through_graphs, gpu_check, monkeypatch):
+    from gpu.checking import runner
 
-    rows = list(check_runner("qwen2", 0, "cpu"))
-    assert len(rows) == 8 and [r["error"] for r in rows] == [None] * 8
+    drivers, devices = runner._drivers, []
+
+    def seen(*which):
+        ours, oracle = drivers(*which)
+        devices.append(ours.runner._on)
+        return ours, oracle
+
+    monkeypatch.setattr(runner, "_drivers", seen)
+    rows = list(runner.check_runner("qwen2", 0, "cpu", through_graphs))
+    assert len(rows) == 11 and [r["error"] for r in rows] == [None] * 11
+    assert (devices[0].captures > 0) == (devices[0].replays > 0) == through_graphs
 
 
 @pytest.mark.slow

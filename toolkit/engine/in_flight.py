@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from toolkit.base.garbage import let_go
 from toolkit.engine.admission import own_rope
 from toolkit.engine.intake import INTERNAL_ERROR
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.pictures.sight import Sight
 from toolkit.engine.plan import Plan
-from toolkit.engine.recovery import Entry, entries_of, halves, let_go, rewind, still_due
+from toolkit.engine.recovery import Entry, entries_of, halves, rewind, still_due
 from toolkit.engine.request import EngineOutput
 from toolkit.engine.results import StepResults, progress_of
 from toolkit.engine.scheduler import Scheduler

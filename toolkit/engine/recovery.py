@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -50,16 +49,6 @@ def halves(entries: list[Entry]) -> list[list[Entry]]:
     """Two parts; one entry stays one part, to be tried once more by itself."""
     middle = len(entries) // 2
     return [part for part in (entries[:middle], entries[middle:]) if part]
-
-
-def let_go(error: BaseException | None) -> None:
-    """Of an error that has been told keep where it came from, not what was held there: tensors of the step, and the
-    cache, in whose place there may soon have to be room for another."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def rewind(steps: list[Step], scheduler: Scheduler, builder: StepBuilder) -> None:

@@ -72,13 +72,16 @@ def drive(driver: Any, family: str, want: str | None = None) -> Iterator[tuple[s
 
 
 def check_runner(family: str, policy: int, device: str, graphs: bool = True) -> Iterator[dict[str, Any]]:
-    """Every step of ``drive`` against the oracle, decode steps by captured graphs (or without, if not ``graphs``).
+    """Every step of ``drive`` against the oracle, through captured graphs (or without, if not ``graphs``).
 
     A row a step, ``error`` None where the logits agree and every token is the oracle's, or as good by its logits.
     """
     ours, oracle = _drivers(family, policy, device)
     if not graphs:
-        ours.runner._ready().graphs.enabled = False
+        steps = ours.runner._ready()
+        for kind in (steps.graphs, steps.prompts):
+            if kind is not None:
+                kind.enabled = False
     close = max(CLOSE_HALF.get(CONFIGS[family]["dtype"], 0.0), CLOSE[policy])
     start = time.perf_counter()
     for (label, found), (_, expected) in zip(drive(ours, family), drive(oracle, family, "all"), strict=True):

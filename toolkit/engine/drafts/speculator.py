@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.base.garbage import let_go
 from toolkit.configs.speculative import Speculation
 from toolkit.engine.drafts.cost import StepCost, fastest, least_chance, worth
 from toolkit.engine.drafts.draft import Draft, Guess
@@ -284,6 +285,7 @@ class Speculator:
     def _fail(self, draft: Draft, error: Exception) -> None:
         """Go on without a draft, and free its memory."""
         log.error("the draft %s failed and guesses no more: %s", draft.name, error, exc_info=error)
+        let_go(error)
         self.drafts.remove(draft)
         try:
             draft.close()
