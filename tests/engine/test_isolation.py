@@ -120,6 +120,22 @@ def test_a_chunk_behind_a_step_that_failed_may_be_shorter_the_next_time(fake: An
         assert fake.tokens_of(own) == undisturbed(fake, windows, prompt, SamplingParams(8))
 
 
+def test_no_end_is_kept_whose_block_has_left_the_window(fake: Any) -> None:
+    """Of a request that gives up its blocks while a step went on beyond what is known to be there."""
+    core = fake.make_core((None, 6), VOCAB, block_size=2, blocks=40, asynchronous=True, max_prefill_token_num=7)
+    core.runner.fail_on = {1}
+    prompt = [(7 * i) % REFUSED for i in range(30)]
+    core.add(EngineRequest("first", prompt, SamplingParams(8)))
+    for _ in range(4):
+        core.step()
+    core.check_integrity()
+    core.abort("first")
+    for length in range(6, 12):
+        like = [*prompt[:length], 3, 4]
+        core.add(EngineRequest("like", like, SamplingParams(8)))
+        assert fake.tokens_of(fake.run(core)["like"]) == undisturbed(fake, (None, 6), like, SamplingParams(8))
+
+
 def test_the_one_at_fault_is_found_in_few_steps(fake: Any) -> None:
     core = fake.make_core((None,), VOCAB, max_batch_size=16, max_prefill_token_num=512)
     core.runner.refused = {REFUSED}

@@ -321,6 +321,10 @@ class BlockManager:
         """Whether the block ``key`` is cached in every group."""
         return all(pool.find(key) is not None for pool in self.pools)
 
+    def there(self, row: int, entry: int) -> bool:
+        """Whether a row still has that block in every group: one may be behind a window."""
+        return all(table[row, entry] >= 0 for table in self.tables)
+
     def label_tail(self, row: int, entry: int, key: bytes) -> None:
         """Make a row's last block findable, filled in part as it is: the row is about to be released."""
         for pool, table in zip(self.pools, self.tables, strict=True):

@@ -59,8 +59,8 @@ class Followers:
         """Before a request gives up its row: keep the block that it has filled in part."""
         size = self.blocks.block_size
         full, filled = divmod(seq.stored, size)
-        if seq.keys_root is None or filled < max(1, size // LEAST):
-            return
+        if seq.keys_root is None or filled < max(1, size // LEAST) or not self.blocks.there(seq.row, full):
+            return  # the block may be given back where a step in flight, or one that failed, was to go on behind it
         shown = shows(seq.spans, full * size, seq.stored)
         key = block_key(seq.parent(full), seq.tokens[full * size : seq.stored], shown)
         if not self._add(seq, full, key, seq.stored):
