@@ -258,12 +258,27 @@ def test_weights_that_become_dense_for_many_rows_end_graphs_wherever_they_are(wh
 def test_the_larger_a_model_the_fewer_tokens_are_worth_a_graph():
     def most(billions):
         linear = SimpleNamespace(in_features=1000, out_features=int(billions * 1e6))
+        mixer = SimpleNamespace(kind="mlp", linears=lambda: [linear])
         spec = SimpleNamespace(
-            mixers=list, paged=list, cache_groups=(), mutual=False, block=1, linears=lambda: [linear]
+            mixers=lambda: [(0, mixer)], paged=list, cache_groups=(), mutual=False, block=1, linears=lambda: [linear]
         )
         return most_tokens(spec, False)
 
     assert [most(b) for b in (0.1, 1, 7, 13, 70, 1000)] == [1024, 1024, 512, 384, 64, 0]
+
+
+def test_of_a_mixture_the_experts_that_a_token_chooses_count():
+    def mlp(billions):
+        linear = SimpleNamespace(in_features=1000, out_features=int(billions * 1e6))
+        return SimpleNamespace(linears=lambda: [linear])
+
+    experts = [mlp(0.3) for _ in range(100)]
+    every = [*experts[0].linears(), *mlp(0.7).linears()] + [x for e in experts[1:] for x in e.linears()]
+    mixer = SimpleNamespace(kind="moe", experts=experts, top_k=1, linears=lambda: every)
+    spec = SimpleNamespace(
+        mixers=lambda: [(0, mixer)], paged=list, cache_groups=(), mutual=False, block=1, linears=list
+    )
+    assert most_tokens(spec, False) == 1024
 
 
 def test_a_graph_of_prompts_that_cannot_be_leaves_decode_steps_theirs(pair, caplog):

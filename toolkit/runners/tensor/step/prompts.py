@@ -8,13 +8,14 @@ were asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from toolkit.kernels.triton.attention.plan import cut, kind_of
-from toolkit.models.spec import DecoderSpec
+from toolkit.models.spec import DecoderSpec, LinearSpec
+from toolkit.models.spec.decoder import Mixer
 from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.step.inputs import ADAPTER, LEAST_TABLE, TAPPED, pad, power_of_2, tile_name, token_arrays
 from toolkit.runners.tensor.step.tiles import Cut, Heads, Kind, TileRows, sight_of
@@ -34,9 +35,22 @@ def most_tokens(spec: DecoderSpec, expands: bool) -> int:
     states = any(kept.kind == "state" for kept in spec.cache_groups)
     if states or crossed or spec.mutual or spec.block != 1:
         return 0
-    weights = sum(linear.in_features * linear.out_features for linear in spec.linears())
+    weights = sum(_multiplied(mixer) for _, mixer in spec.mixers())
     most = min(WORK / (2 * max(weights, 1)), EXPANDED if expands else SIZES[-1])
     return max((size for size in SIZES if size <= most), default=0)
+
+
+def _multiplied(mixer: Mixer) -> float:
+    """Weights that a token meets: of a mixture those of the experts that it chooses."""
+    total = _size(mixer.linears())
+    if mixer.kind != "moe":
+        return total
+    experts = _size(linear for expert in mixer.experts for linear in expert.linears())
+    return total - experts * (1 - mixer.top_k / len(mixer.experts))
+
+
+def _size(linears: Iterable[LinearSpec]) -> int:
+    return sum(linear.in_features * linear.out_features for linear in linears)
 
 
 def fits(batch: StepBatch, most: int, absorbed: float) -> bool:
