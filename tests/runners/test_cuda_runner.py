@@ -524,7 +524,7 @@ def test_graphs_go_when_the_cache_goes(pair):
 
 def test_a_model_that_has_slept_needs_no_more_graphs_than_before(pair):
     ours, _, oracle = pair("llama")
-    ours.runner.warm_up(3, 64, 16)
+    ours.runner.warm_up(9, 64, 16)
     before = set(ours.runner._steps.prompts.keys())
     ours.runner.release_cache()
     ours.runner.allocate_cache((64,))
