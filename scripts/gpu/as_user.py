@@ -9,20 +9,21 @@ is a row with an error, and the others run. A server's answers to many at once s
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(SCRIPTS))
+from traffic.servers import TOOL, Served  # noqa: E402
+
 Row = dict[str, Any]
 PROMPTS = (
     "What is the capital of France?",
@@ -55,7 +56,7 @@ SCHEMA = {
 
 def tool(*arguments: str) -> list[str]:
     """The command line of ``tool``."""
-    return [sys.executable, "-m", "toolkit", *arguments]
+    return [*TOOL, *arguments]
 
 
 def timed(name: str, command: list[str], limit: float) -> Row:
@@ -73,63 +74,14 @@ def timed(name: str, command: list[str], limit: float) -> Row:
     return row
 
 
-class Server:
-    """``tool serve api_server`` on a port of its own; ``log``: what it says."""
-
-    def __init__(self, engine: Path, options: list[str], log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self._log = log.open("w")
-        command = tool("serve", "api_server", str(engine), "--server-port", str(self.port), *options)
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
-
-    def wait(self, limit: float) -> float:
-        """Seconds until it is ready; TimeoutError or RuntimeError where it is not."""
-        begun = time.perf_counter()
-        while time.perf_counter() - begun < limit:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"the server ended with exit code {self._process.returncode}")
-            try:
-                if self.get("/health")[0] == 200:
-                    return time.perf_counter() - begun
-            except OSError:
-                pass
-            time.sleep(0.1)
-        raise TimeoutError(f"the server was not ready after {limit:.0f} s")
-
-    def get(self, path: str) -> tuple[int, str]:
-        """(status, body)."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
-
-    def ask(self, prompt: str, **more: Any) -> Row:
-        """The whole answer to a chat request."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        body = {"model": "", "messages": [{"role": "user", "content": prompt}], "max_tokens": 64, "temperature": 0}
-        connection.request(
-            "POST", "/v1/chat/completions", json.dumps(body | more), {"Content-Type": "application/json"}
-        )
-        answer = connection.getresponse()
-        found: Row = json.loads(answer.read())
-        if answer.status != 200:
-            raise RuntimeError(f"status {answer.status}: {found}")
-        return found
-
-    def stop(self) -> float:
-        """Seconds until SIGTERM ended it; RuntimeError where it does not end well."""
-        begun = time.perf_counter()
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            code = self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            raise RuntimeError("the server did not end within 20 s of SIGTERM") from None
-        if code:
-            raise RuntimeError(f"the server ended with exit code {code}")
-        return time.perf_counter() - begun
+def ask(server: Served, prompt: str, **more: Any) -> Row:
+    """The whole answer to a chat request. Raises OSError for a status that is none of success."""
+    body = {"model": "", "messages": [{"role": "user", "content": prompt}], "max_tokens": 64, "temperature": 0} | more
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        found: Row = json.load(reply)
+    return found
 
 
 def text(answer: Row) -> str:
@@ -137,17 +89,17 @@ def text(answer: Row) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
-def alike(server: Server, name: str, streams: int, **sampling: Any) -> Row:
+def alike(server: Served, name: str, streams: int, **sampling: Any) -> Row:
     """How many of ``streams`` answers at once are those that came one after another."""
     asked = [(PROMPTS[i % len(PROMPTS)], {"seed": i} if sampling else {}) for i in range(streams)]
     alone = {}
     for prompt, seed in asked:
         key = (prompt, seed.get("seed"))
         if key not in alone:
-            alone[key] = text(server.ask(prompt, **sampling, **seed))
+            alone[key] = text(ask(server, prompt, **sampling, **seed))
     begun = time.perf_counter()
     with ThreadPoolExecutor(streams) as pool:
-        found = list(pool.map(lambda one: text(server.ask(one[0], **sampling, **one[1])), asked))
+        found = list(pool.map(lambda one: text(ask(server, one[0], **sampling, **one[1])), asked))
     seconds = time.perf_counter() - begun
     same = sum(answer == alone[prompt, seed.get("seed")] for (prompt, seed), answer in zip(asked, found, strict=True))
     return {
@@ -159,13 +111,13 @@ def alike(server: Server, name: str, streams: int, **sampling: Any) -> Row:
     }
 
 
-def rules(server: Server) -> Row:
+def rules(server: Served) -> Row:
     """A schema, several answers, log-probabilities and a stop string; what each gave."""
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
-    made = text(server.ask("Name a city and how many people live there, as JSON.", response_format=form))
-    several = server.ask(PROMPTS[2], n=3, temperature=1.0, seed=1)
-    likely = server.ask(PROMPTS[0], logprobs=True, top_logprobs=2, max_tokens=4)
-    stopped = server.ask(PROMPTS[10], stop=["\n"])
+    made = text(ask(server, "Name a city and how many people live there, as JSON.", response_format=form))
+    several = ask(server, PROMPTS[2], n=3, temperature=1.0, seed=1)
+    likely = ask(server, PROMPTS[0], logprobs=True, top_logprobs=2, max_tokens=4)
+    stopped = ask(server, PROMPTS[10], stop=["\n"])
     row: Row = {"name": "rules", "unit": "of 4 kept"}
     kept = (
         set(json.loads(made)) == {"city", "people"},
@@ -178,20 +130,25 @@ def rules(server: Server) -> Row:
 
 def served(engine: Path, folder: Path, options: argparse.Namespace) -> Iterator[Row]:
     """A server's start, its answers, its speed and its end."""
-    server = Server(engine, ["--device", options.device], folder / "server.txt")
+    begun = time.perf_counter()
+    words = ["api_server", str(engine), "--server-port", "0", "--device", options.device]
+    server = Served(words, folder / "server.txt")
     try:
-        yield {"name": "server, start", "value": round(server.wait(options.limit), 2), "unit": "s"}
-        yield profiled("api_server", f"http://127.0.0.1:{server.port}", folder, options)
+        yield {"name": "server, start", "value": round(time.perf_counter() - begun, 2), "unit": "s"}
+        yield profiled("api_server", server.url, folder, options)
         for make in (
             lambda: alike(server, "greedy", options.streams),
             lambda: alike(server, "sampled", options.streams, temperature=0.8, top_p=0.9),
             lambda: rules(server),
         ):
             yield guarded(make)
-        yield {"name": "metrics", "value": len(server.get("/metrics")[1].splitlines()), "unit": "lines"}
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as reply:
+            yield {"name": "metrics", "value": len(reply.read().splitlines()), "unit": "lines"}
     finally:
-        ended = server.stop()
-    yield {"name": "server, end", "value": round(ended, 2), "unit": "s"}
+        begun = time.perf_counter()
+        server.close()
+    row: Row = {"name": "server, end", "value": round(time.perf_counter() - begun, 2), "unit": "s"}
+    yield row | ({"error": f"exit code {code}"} if (code := server.process.returncode) else {})
 
 
 def profiled(what: str, target: str, folder: Path, options: argparse.Namespace, more: Sequence[str] = ()) -> Row:
@@ -227,9 +184,8 @@ def steps(options: argparse.Namespace) -> Iterator[Row]:
             yield timed(label, tool(*ask, PROMPTS[0]), options.limit)
         try:
             yield from served(engine, folder, options)
-        except Exception as error:
-            log = (folder / "server.txt").read_text()[-600:]
-            yield {"name": "server", "error": f"{type(error).__name__}: {error}; its log ends: {log}"}
+        except (Exception, SystemExit) as error:  # the latter where it does not start
+            yield {"name": "server", "error": f"{type(error).__name__}: {error}"[:1000]}
         yield profiled("throughput", str(engine), folder, options, ["--device", options.device])
 
 
@@ -240,9 +196,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("as_user.json"), help="where rows go, one after another")
     parser.add_argument("--device", default="cuda", help="as `tool chat` takes it; cpu tries this script")
     parser.add_argument("--streams", type=int, default=64, help="requests at once")
-    parser.add_argument(
-        "--limit", type=float, default=120.0, help="seconds that a command may take, or a server until it is ready"
-    )
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds that a command may take")
     options = parser.parse_args()
     from gpu.process import write_json
 
@@ -256,5 +210,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(SCRIPTS))
     sys.exit(main())
