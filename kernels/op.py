@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 FAMILIES = ("reference", "torch", "triton", "cuda", "cpu")
@@ -41,8 +42,10 @@ class Implementation:
     why it cannot run there, or None.
 
     ``plan``: where the op takes a ``plan`` argument, what makes one that all the layers of a step can share.
-    ``prepare(*arguments after x, scratch=…)``: where weights are better packed once, what makes the op of x alone;
-    ``scratch``: a dict shared by all that run one after another.
+    ``prepare(*arguments after x, scratch=…, alike=…)``: where weights are better packed once, what makes the op of x
+    alone; ``scratch``: a dict shared by all that run one after another. ``alike``: a ``run`` whose numbers for a row
+    depend on nothing but the row, whatever rows come with it; None: there is none. A target's trait of that name asks
+    for it.
     """
 
     family: str
@@ -52,14 +55,26 @@ class Implementation:
     extra: Callable[[Target], str | None] | None = None
     plan: Callable[..., Any] | None = None
     prepare: Callable[..., Any] | None = None
+    alike: Callable[..., Any] | None = None
+
+    def run_on(self, target: Target) -> Callable[..., Any]:
+        """``run``, or ``alike`` where ``target`` asks for it."""
+        return self.alike if self.alike is not None and target.traits.get("alike") else self.run
 
     def unsupported(self, target: Target) -> str | None:
         """Why this cannot run on ``target``, or None."""
+        if self.alike is None and target.traits.get("alike"):
+            return "its numbers depend on what else a step has"
         if self.devices is not None and target.device not in self.devices:
             return f"runs on {', '.join(self.devices)}, not on {target.device}"
         if target.dtype not in self.dtypes:
             return f"takes {', '.join(self.dtypes)}, not {target.dtype}"
         return self.extra(target) if self.extra is not None else None
+
+
+def on_request(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` with its argument ``alike`` set: what ``register`` is given where a kernel's tiles go by the rows."""
+    return partial(run, alike=True)
 
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -99,12 +114,17 @@ class Op:
         unsupported: Callable[[Target], str | None] | None = None,
         plan: Callable[..., Any] | None = None,
         prepare: Callable[..., Any] | None = None,
+        alike: bool | Callable[[Callable[..., Any]], Callable[..., Any]] = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator: the function implements this op for ``family``: one of ``FAMILIES``, or a device's own name."""
+        """Decorator: the function implements this op for ``family``: one of ``FAMILIES``, or a device's own name.
+
+        ``alike``: that a row's numbers depend on the row alone in any case (True), or do by ``alike(function)``.
+        """
         assert family in (*FAMILIES, *(devices or ())) and family not in self.implementations, (self.name, family)
 
         def add(run: Callable[..., Any]) -> Callable[..., Any]:
-            found = Implementation(family, run, devices, dtypes or self.dtypes, unsupported, plan, prepare)
+            own = alike(run) if callable(alike) else run if alike else None
+            found = Implementation(family, run, devices, dtypes or self.dtypes, unsupported, plan, prepare, own)
             self.implementations[family] = found
             return run
 

@@ -39,11 +39,18 @@ _TRITON = (  # imported where triton is installed: on Linux
     *("elementwise.norm", "elementwise.activation", "elementwise.rope", "elementwise.embedding"),
     *("cache.kv_write", "cache.rope_kv_write", "attention.paged", "attention.latent_write"),
     *("states.causal_conv", "states.scan", "states.delta_rule"),
-    *("linear.group", "linear.row", "linear.block", "linear.fp4", "linear.lora"),
+    *("linear.dense", "linear.group", "linear.row", "linear.block", "linear.fp4", "linear.lora"),
     *("moe.dense", "moe.quant", "moe.block", "moe.fp4", "sampling.logits", "sampling.draw"),
 )
 
-FORMS = ("bits", "minima", "cache", "codes", "latent")  # traits by which a kernel takes another path; others are sizes
+FORMS = (
+    "bits",
+    "minima",
+    "cache",
+    "codes",
+    "latent",
+    "alike",
+)  # traits by which a kernel takes another path; others are sizes
 SIGHTS = ("chunked", "alibi", "block")  # those of few models: more paths, which others need not be tried on
 
 _OPS: dict[str, Op] = {}
@@ -55,13 +62,14 @@ def op(
     mutates: tuple[str, ...] = (),
     dtypes: tuple[str, ...] = FLOATS,
     gate: tuple[str, ...] = (),
+    alike: bool = False,
 ) -> Callable[[Callable[..., Any]], Op]:
-    """Decorator that declares an op: the function is its reference implementation."""
+    """Decorator that declares an op: the function is its reference implementation; ``alike``: see ``Op.register``."""
 
     def declare(reference: Callable[..., Any]) -> Op:
         declared = Op(reference.__name__, reference, cases, mutates, dtypes, choose, gate=gate)
         declared.__doc__ = reference.__doc__
-        declared.register("reference")(reference)
+        declared.register("reference", alike=alike)(reference)
         assert declared.name not in _OPS, declared.name
         _OPS[declared.name] = declared
         return declared
@@ -99,6 +107,12 @@ def _disagreement(op: Op, implementation: Implementation, case: Case, target: Ta
         return f"{type(failure).__name__}: {lines[0] if lines else 'no reason given'}"
 
 
+def _for_case(target: Target, case: Case) -> Target:
+    """``target`` for the inputs of ``case``."""
+    asked = {"alike": True} if target.traits.get("alike") else {}
+    return replace(target, traits={**case.traits, **asked})
+
+
 def gate_cases(op: Op, implementation: Implementation, target: Target) -> list[Case]:
     """What ``implementation`` is tried on before it is used on ``target``: the cases of the op's gate in the forms that
     ``target`` asks for, or where there are none of these the first case that it takes."""
@@ -108,7 +122,7 @@ def gate_cases(op: Op, implementation: Implementation, target: Target) -> list[C
         more = [name for name in SIGHTS if case.traits.get(name)]
         return all(case.traits[n] == target.traits[n] for n in both) and all(target.traits.get(n) for n in more)
 
-    taken = [case for case in op.cases() if implementation.unsupported(replace(target, traits=case.traits)) is None]
+    taken = [case for case in op.cases() if implementation.unsupported(_for_case(target, case)) is None]
     return [case for case in taken if case.label in op.gate and asked(case)] or taken[:1]
 
 
@@ -120,7 +134,7 @@ def tested(op: Op, implementation: Implementation, target: Target) -> str | None
     if key not in op.verdicts:
         error: str | None = None
         for case in gate_cases(op, implementation, target):
-            error = error or _disagreement(op, implementation, case, replace(target, traits=case.traits))
+            error = error or _disagreement(op, implementation, case, _for_case(target, case))
         op.verdicts[key] = error
         if error is not None:
             family = implementation.family

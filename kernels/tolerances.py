@@ -58,7 +58,10 @@ def compare(
     from .rounding import values
 
     results: list[list[Any]] = []
-    for run, device in ((op.reference, oracle), (implementation.run, TORCH_NAMES.get(target.device, target.device))):
+    for run, device in (
+        (op.reference, oracle),
+        (implementation.run_on(target), TORCH_NAMES.get(target.device, target.device)),
+    ):
         generator = torch.Generator("cpu").manual_seed(seed)
         with torch.inference_mode():
             inputs = case.make(getattr(torch, target.dtype), device, generator)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..op import KernelError, Target
+from ..op import KernelError, Target, on_request
 from ..reference import linear as reference
 from . import driver
 from .pack import Packed, pack, unsupported_form
@@ -38,10 +38,10 @@ class Workspace:
             self.partial = torch.empty(floats, dtype=torch.float32, device=self.partial.device)
 
 
-def plan_for(packed: Packed, tokens: int, dtype: torch.dtype, machine: Machine) -> Plan | None:
+def plan_for(packed: Packed, tokens: int, dtype: torch.dtype, machine: Machine, alike: bool = False) -> Plan | None:
     """What ``linear`` launches for ``tokens`` rows; None: it expands the weight."""
     name = str(dtype).removeprefix("torch.")
-    return plan(name, packed.bits, tokens, packed.n_out, packed.n_in, packed.group_size, machine)
+    return plan(name, packed.bits, tokens, packed.n_out, packed.n_in, packed.group_size, machine, alike)
 
 
 def linear(
@@ -54,13 +54,15 @@ def linear(
     workspace: Workspace | None = None,
     machine: Machine | None = None,
     dependent: bool = False,
+    alike: bool = False,
 ) -> Tensor:
     """``x @ W.T + bias + residual``.
 
     ``x``: float16 or bfloat16 [T, in]; ``bias``: [out] of its dtype; ``residual``: [T, out] of its dtype or float32,
     which the result then has. ``out``: where the result goes, of x's dtype or float32; it may be ``residual``.
     ``workspace``: scratch memory (made here if None; replayed graphs want their own); ``dependent``: launch before the
-    kernel before has ended (programmatic dependent launch; only x and residual may come from it, not the weight).
+    kernel before has ended (programmatic dependent launch; only x and residual may come from it, not the weight);
+    ``alike``: a row's sums are the same whatever rows come with it, ``MANY`` rows a launch.
     Returns [T, out].
     """
     machine = driver.machine(x.device) if machine is None else machine
@@ -70,11 +72,15 @@ def linear(
     kind = torch.float32 if wide else x.dtype
     if tokens == 0:
         return torch.empty(0, packed.n_out, dtype=kind, device=x.device) if out is None else out
-    how = plan_for(packed, tokens, x.dtype, machine)
-    if how is None and wide and residual is None:  # a product of an expanded weight would round, and a head is large
+    how = plan_for(packed, tokens, x.dtype, machine, alike)
+    if alike and out is None:
+        out = torch.empty(tokens, packed.n_out, dtype=kind, device=x.device)
+    # also where a product of an expanded weight would round: and a head is large
+    if tokens > MANY and (alike or (wide and residual is None)):
         assert out is not None
-        for part, its_out in zip(x.split(MANY), out.split(MANY), strict=True):
-            linear(part, packed, bias, out=its_out, workspace=workspace, machine=machine)
+        added = [None] * -(-tokens // MANY) if residual is None else residual.split(MANY)
+        for part, more, its_out in zip(x.split(MANY), added, out.split(MANY), strict=True):
+            linear(part, packed, bias, more, out=its_out, workspace=workspace, machine=machine, alike=alike)
         return out
     if packed.order is not None:
         x = x.index_select(1, packed.order)
@@ -154,13 +160,15 @@ def _form(traits: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """``linear`` with everything but what differs from step to step. ``wide``: sums are given in float32."""
+    """``linear`` with everything but what differs from step to step. ``wide``: sums are given in float32; ``alike``:
+    see there."""
 
     weight: Packed
     bias: Tensor | None
     workspace: Workspace
     machine: Machine
     wide: bool = False
+    alike: bool = False
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         if self.wide and out is None:
@@ -174,6 +182,7 @@ class PackedLinear:
             workspace=self.workspace,
             machine=self.machine,
             dependent=self.machine.dependent,
+            alike=self.alike,
         )
 
 
@@ -188,6 +197,7 @@ def prepare(
     *,
     scratch: dict[str, Any],
     machine: Machine | None = None,
+    alike: bool = False,
 ) -> PackedLinear:
     """``linear_group_int`` of these weights, packed once; all that share ``scratch`` run one after another.
 
@@ -197,13 +207,18 @@ def prepare(
     machine = driver.machine(packed.device) if machine is None else machine
     workspace: Workspace = scratch.setdefault("cuda.linear", Workspace(packed.device))
     halves, tokens = (torch.float16, torch.bfloat16), range(FEW, MANY + 1, FEW)
-    plans = (plan_for(weight, count, dtype, machine) for dtype in halves for count in tokens)
+    plans = (plan_for(weight, count, dtype, machine, alike) for dtype in halves for count in tokens)
     workspace.reserve(max(p.partial for p in plans if p is not None))
-    return PackedLinear(weight, bias, workspace, machine)
+    return PackedLinear(weight, bias, workspace, machine, alike=alike)
 
 
 @reference.linear_group_int.register(
-    "cuda", devices=("cuda",), dtypes=("bfloat16", "float16"), unsupported=_reason, prepare=prepare
+    "cuda",
+    devices=("cuda",),
+    dtypes=("bfloat16", "float16"),
+    unsupported=_reason,
+    prepare=prepare,
+    alike=on_request,
 )
 def linear_group_int(
     x: Tensor,
@@ -214,9 +229,10 @@ def linear_group_int(
     bits: int,
     group_index: Tensor | None = None,
     bias: Tensor | None = None,
+    alike: bool = False,
 ) -> Tensor:
     """Packs, then ``linear``. For a weight that is used again, ``prepare`` once."""
-    return linear(x, pack_canonical(packed, scales, zeros, minima, bits, group_index), bias)
+    return linear(x, pack_canonical(packed, scales, zeros, minima, bits, group_index), bias, alike=alike)
 
 
 def pack_canonical(

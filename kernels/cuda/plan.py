@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 THREADS, WARPS = 256, 8  # of every block
 FEW, MANY = 16, 256  # tokens up to which ``few`` runs; above which the weight is expanded for cuBLAS
+ALIKE = 64  # tokens that a plan is made for where sums are to be the same whatever tokens come together
 SCALES_BF16, WIDE = 1, 2  # LinearFlags of linear.h
 DTYPES = ("float16", "bfloat16")
 SPANS = (0, 32, 64)
@@ -115,20 +116,31 @@ def span_of(group_size: int, n_in: int) -> int:
     return 0 if group_size == n_in else min(group_size, 64)
 
 
-def plan(dtype: str, bits: int, tokens: int, n_out: int, n_in: int, group_size: int, machine: Machine) -> Plan | None:
-    """The kernel for these sizes; None where expansion and cuBLAS are for it.
+def plan(
+    dtype: str,
+    bits: int,
+    tokens: int,
+    n_out: int,
+    n_in: int,
+    group_size: int,
+    machine: Machine,
+    alike: bool = False,
+) -> Plan | None:
+    """The kernel for these sizes; None where expansion and cuBLAS are for it. ``alike``: for up to ``MANY`` tokens all
+    is as for ``ALIKE`` of them, but that there are as many tiles of tokens as it takes.
 
     Inputs are split where the outputs alone would leave multiprocessors idle.
     """
     span, tiles, steps = span_of(group_size, n_in), -(-n_out // 16), n_in // 64
-    if tokens <= FEW:
-        width = 1 if tokens <= 8 else 2
+    rows = ALIKE if alike else tokens
+    if rows <= FEW:
+        width = 1 if rows <= 8 else 2
         kernel, columns, height = few_name(dtype, bits, span, width), 8 * width, _TILES
         held = min(_WANTED_FEW, machine.resident.get(kernel, _RESIDENT_FEW))
         wanted, least = held * machine.multiprocessors, 2 * WARPS
-    elif tokens <= MANY:
+    elif rows <= MANY:
         widths = _widths(bits, span)
-        width = next((c for c in widths if tokens <= 8 * c), widths[-1])
+        width = next((c for c in widths if rows <= 8 * c), widths[-1])
         while width > widths[0] and shared_bytes(tile_name(dtype, bits, span, width)) > machine.shared_limit:
             width //= 2
         kernel, columns, height = tile_name(dtype, bits, span, width), 8 * width, _TILES * _ACROSS
@@ -139,7 +151,7 @@ def plan(dtype: str, bits: int, tokens: int, n_out: int, n_in: int, group_size: 
     else:
         return None
     across, down = -(-tiles // height), -(-tokens // columns)
-    splits = max(1, min(wanted // (across * down), steps // least))
+    splits = max(1, min(wanted // (across * -(-rows // columns)), steps // least))
     split_steps = -(-steps // splits)
     splits = -(-steps // split_steps)
     grid = (across, splits, down)

@@ -37,7 +37,7 @@ def _route_cases() -> Iterator[Case]:
         yield Case(f"{scoring}-{k}{'-more' if more else ''}", make, {"routing": "more"} if more else {})
 
 
-@op(_route_cases, gate=("softmax-2", "sigmoid-3"))
+@op(_route_cases, gate=("softmax-2", "sigmoid-3"), alike=True)  # sums of a few numbers, which torch never parts
 def moe_route(
     logits: Tensor,
     top_k: int,

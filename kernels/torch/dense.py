@@ -53,7 +53,7 @@ def add_rms_norm_quant(
     return *round_rows(normed, codes), total
 
 
-@norm.layer_norm.register("torch")
+@norm.layer_norm.register("torch", alike=True)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """``F.layer_norm``, of rows whose weights differ without them."""
     size, wide = (x.shape[-1],), x.float()

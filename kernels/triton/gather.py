@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, power_of_2
+from .launch import ALIKE_ROWS, launch, power_of_2
 
 SCAN = 1024  # slots that a program looks at together
 
@@ -63,9 +63,9 @@ class Gathered(NamedTuple):
     rows: int
 
 
-def tile_rows(experts: Tensor, count: int, most: int) -> int:
-    """Slots of a tile: about what each of ``count`` experts gets, from 16 to ``most``."""
-    return max(16, min(most, power_of_2(-(-experts.numel() // count))))
+def tile_rows(experts: Tensor, count: int, most: int, alike: bool) -> int:
+    """Slots of a tile: about what each of ``count`` experts gets, from 16 to ``most``; ``alike``: whatever they get."""
+    return ALIKE_ROWS if alike else max(16, min(most, power_of_2(-(-experts.numel() // count))))
 
 
 def gather_by_expert(experts: Tensor, count: int, rows: int) -> Gathered:

@@ -18,6 +18,7 @@ from ..op import Target
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # the interpreter knows no inline assembly and computes no bf16
 EARLY_CAPABILITY = 90  # from which on a kernel may begin while the one before it ends
+ALIKE_ROWS = 64  # of a tile whose sums are to be the same whatever rows come together: the least of Hopper's products
 FUSED = True  # a product and a sum are one instruction; Triton's default changes with 3.10
 NATIVE_FLOAT8 = 89  # compute capability from which on tensor cores multiply float8
 

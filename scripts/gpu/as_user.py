@@ -128,17 +128,23 @@ def rules(server: Served) -> Row:
     return row | {"value": sum(kept), "json": made}
 
 
-def served(engine: Path, folder: Path, options: argparse.Namespace) -> Iterator[Row]:
-    """A server's start, its answers, its speed and its end."""
+def all_alike(row: Row) -> Row:
+    """``row`` of ``alike``, with an error where some answer was another."""
+    return row if row["unit"] == f"of {row['value']} as alone" else row | {"error": "answers depend on others"}
+
+
+def served(engine: Path, folder: Path, options: argparse.Namespace, invariant: bool = False) -> Iterator[Row]:
+    """A server's start, its answers, its speed and its end; ``invariant``: with ``--batch-invariant``."""
     begun = time.perf_counter()
     words = ["api_server", str(engine), "--server-port", "0", "--device", options.device]
-    server = Served(words, folder / "server.txt")
+    server = Served([*words, "--batch-invariant"] if invariant else words, folder / "server.txt")
+    judge: Callable[[Row], Row] = all_alike if invariant else lambda row: row
     try:
         yield {"name": "server, start", "value": round(time.perf_counter() - begun, 2), "unit": "s"}
         yield profiled("api_server", server.url, folder, options)
         for make in (
-            lambda: alike(server, "greedy", options.streams),
-            lambda: alike(server, "sampled", options.streams, temperature=0.8, top_p=0.9),
+            lambda: judge(alike(server, "greedy", options.streams)),
+            lambda: judge(alike(server, "sampled", options.streams, temperature=0.8, top_p=0.9)),
             lambda: rules(server),
         ):
             yield guarded(make)
@@ -182,10 +188,12 @@ def steps(options: argparse.Namespace) -> Iterator[Row]:
         ask = ("chat", str(engine), "--device", options.device, "--temperature", "0", "--prompt")
         for label in ("chat", "chat again"):  # what the first compiles, the second finds
             yield timed(label, tool(*ask, PROMPTS[0]), options.limit)
-        try:
-            yield from served(engine, folder, options)
-        except (Exception, SystemExit) as error:  # the latter where it does not start
-            yield {"name": "server", "error": f"{type(error).__name__}: {error}"[:1000]}
+        for prefix, invariant in (("", False), ("batch-invariant ", True)):
+            try:
+                for row in served(engine, folder, options, invariant):
+                    yield row | {"name": prefix + row["name"]}
+            except (Exception, SystemExit) as error:  # the latter where it does not start
+                yield {"name": f"{prefix}server", "error": f"{type(error).__name__}: {error}"[:1000]}
         yield profiled("throughput", str(engine), folder, options, ["--device", options.device])
 
 

@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, so that this script is known to work")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     # the items: print the rows as JSON
-    for name in ("--op", "--runner", "--tests", "--manifest", "--linears", "--case", "--behind"):
+    for name in ("--op", "--runner", "--alike", "--tests", "--manifest", "--linears", "--case", "--behind"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--policy", type=int, default=0, help=argparse.SUPPRESS)

@@ -168,6 +168,25 @@ def test_split_sums_are_the_same_in_every_order(cuda_host, bits, tokens, kind, d
     assert_close(results[0], x.double() @ weight.dense().double().T + b.double(), dtype)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("residual", [None, torch.float32])
+def test_rows_may_be_alike_whatever_comes_with_them(cuda_host, bits, residual):
+    weight, ran = Weight(bits, 40, 1088, 64), []
+    packed, machine = weight.packed(), cuda_host.host(multiprocessors=8, log=ran)
+    x, b, r = inputs(300, 1088, 40, torch.float16)
+
+    def run(at):
+        more = r[at] if residual is not None else None
+        return cuda.linear(x[at], packed, b, more, machine=machine, alike=True)
+
+    whole = run(slice(None))
+    expected = x.double() @ weight.dense().double().T + b.double() + (0 if residual is None else r.double())
+    assert_close(whole, expected, torch.float16)
+    for at in ([0], [299], list(range(250, 267)), list(range(5, 75))):
+        assert torch.equal(run(at), whole[at])
+    assert len({(name, grid[:2]) for name, grid in ran}) == 1 and ran[0][1][1] > 1, "one kernel, one way to split"
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("tokens", [3, 12, 20])
 def test_warps_that_end_at_different_times(cuda_host, tokens, seed):

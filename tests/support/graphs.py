@@ -388,7 +388,7 @@ def interpreted_ops(*triton: str, **traits: Any) -> Any:
         families = ("triton", *plain) if name in interpreted else plain
         there = (op.implementations[f] for f in families if f in op.implementations)
         implementation = next(i for i in there if i.family != "triton" or i.unsupported(gpu) is None)
-        chosen[name] = implementation.run
+        chosen[name] = implementation.run_on(gpu)
         if name == "paged_attention":
             chosen["plan_attention"] = implementation.plan
         if name == "lora_shrink":

@@ -36,7 +36,7 @@ def _check_engine(config: EngineConfig, block: str) -> None:
     if config.block_size & (config.block_size - 1):
         raise UsageError(f"{block}: expected a power of two, found {config.block_size}")
     switches(config, "enable_prefix_caching", "enable_metrics", "disable_vision_encoder", "language_model_only")
-    switches(config, "eager_mode", "empty_init")
+    switches(config, "eager_mode", "empty_init", "batch_invariant")
     _check_adapters(config.adapters)
     _check_kept(config)
     check_moving(config)
@@ -230,6 +230,11 @@ class CommonEngineConfig:
     )
     disable_vision_encoder: bool = option(False, "Leave out what the model sees with: texts alone.")
     language_model_only: bool = option(False, "The same.", hidden=True)
+    batch_invariant: bool = option(
+        False,
+        "On a GPU too no answer depends on what else is computed, at a cost of speed. On CPUs it never does.",
+        "--batch-invariant",
+    )
     eager_mode: bool = option(False, "On a GPU capture no graphs.", "--eager-mode", hidden=True)
     enable_metrics: bool = True
     dp: int = option(1, "Copies that requests are shared out over, each of --tp ranks (pytorch only).", allowed=RANKS)

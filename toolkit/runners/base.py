@@ -35,6 +35,7 @@ class RunnerOptions:
     adapters: tuple[tuple[str, str], ...] = ()  # (name, directory) of LoRA adapters; StepBatch.adapter counts them
     adapter_memory: int = 0  # bytes of adapters that are held at a time where the runner pages them, 0 = all
     eager: bool = False  # on a GPU capture no graphs
+    batch_invariant: bool = False  # ask for it where it costs speed, see ``Runner``
     kv_layers: tuple[int, ...] = ()
     key_means: str = ""
 

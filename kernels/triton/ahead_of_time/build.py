@@ -52,7 +52,8 @@ def record(op: str, label: str, dtype: str, architecture: int) -> list[Launch]:
     """The launches of one call of the manifest, each variant once."""
     call = next(c for c in calls() if (c.op, c.label) == (op, label))
     with recording(architecture) as found:
-        load()[op].implementations["triton"].run(**call.make(getattr(torch, dtype)))
+        target = Target("cuda", dtype, architecture, call.traits)
+        load()[op].implementations["triton"].run_on(target)(**call.make(getattr(torch, dtype)))
     unique: dict[str, Launch] = {}
     for launched in found:
         unique.setdefault(_key(launched), launched)

@@ -160,6 +160,32 @@ def _attention() -> Iterator[Call]:
                 yield Call("paged_attention", label, attend, traits=_cache_traits(form, dim))
 
 
+def _alike() -> Iterator[Call]:
+    """Rows that are to be the same whatever comes with them: tiles of one shape, and of attention keys in ranges of
+    prompts. Other ops then have a variant that is above."""
+    for n_out, n_in in ((6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096)):
+
+        def multiply(dtype: torch.dtype, n_out=n_out, n_in=n_in) -> dict[str, Any]:
+            return {"x": empty(64, n_in, dtype=dtype), "weight": empty(n_out, n_in, dtype=dtype)}
+
+        yield Call("linear", f"alike-{n_out}x{n_in}", multiply, traits={"alike": True})
+    for dim, heads, kv_heads in ((128, 32, 8), (64, 32, 8), (256, 8, 4), (80, 32, 32), (96, 32, 32)):
+        for form in CACHES[:3]:
+
+            def attend(dtype, dim=dim, heads=heads, kv_heads=kv_heads, form=form) -> dict[str, Any]:
+                lengths = {"cu_seqlens": np.array([0, 1, 513], np.int32), "seq_lens": np.array([8300, 512], np.int32)}
+                q = {"q": empty(513, heads, dim, dtype=dtype), "scale": dim**-0.5}
+                return (
+                    q
+                    | {"block_table": np.zeros((2, 130), np.int32)}
+                    | lengths
+                    | _cache(form, 4096, kv_heads, dim, dtype)
+                )
+
+            traits = _cache_traits(form, dim) | {"alike": True}
+            yield Call("paged_attention", _named("alike", dim, f"x{heads // kv_heads}", form), attend, traits=traits)
+
+
 def _latent() -> Iterator[Call]:
     """Latent attention in the shapes of DeepSeek-V3, its Lite version before, and MiniCPM 3."""
     for heads, rank, turned in ((128, 512, 64), (16, 512, 64), (40, 256, 32)):
@@ -215,7 +241,7 @@ def _sampling() -> Iterator[Call]:
 
 def calls() -> list[Call]:
     """All calls, family by family."""
-    cache = (*_kv_write(), *_rope_kv_write(), *_attention(), *_latent())
+    cache = (*_kv_write(), *_rope_kv_write(), *_attention(), *_alike(), *_latent())
     return [*_rowwise(), *cache, *states(), *linears(), *_sampling()]
 
 
@@ -254,6 +280,7 @@ CLAIMS: dict[str, frozenset[str]] = {
     "flat_kernel": frozenset({"vector"}),
     "combine_kernel": frozenset({"vector"}),
     "row_linear_kernel": frozenset({"async", "mma"}),
+    "dense_linear_kernel": frozenset({"async", "mma"}),
     "round_blocks_kernel": frozenset({"vector"}),
     "lora_shrink_kernel": frozenset({"async", "mma"}),
     "lora_expand_kernel": frozenset({"mma"}),

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...op import Target
+from ...op import Target, on_request
 from ...reference import attention as reference
 from ..cache.cache_codes import E4M3_UNIT, form_of, stored
 from ..cache.kv_store import head_dim_reason
@@ -39,7 +39,7 @@ from ..tuning import tuned
 from .kernel import attend_kernel
 from .latent import attend, latent_reason
 from .merge import merge
-from .plan import DECODE_KEYS, Plan, make_plan
+from .plan import DECODE_KEYS, PROMPT_KEYS, Plan, make_plan
 
 FOUR_BLOCKS = triton.__version__.startswith("3.6.")  # 3.9.0 spills where 3.6.0 does not; between them nobody looked
 PROMPT_ROWS = 64  # rows of a tile from which on operands are read from shared memory (wgmma) or need the registers
@@ -172,10 +172,14 @@ def _registers(
 
 
 def _reason(target: Target) -> str | None:
+    if target.traits.get("latent") and target.traits.get("alike"):
+        return "decodes latent rows otherwise than it reads prompts"
     return latent_reason(target) if target.traits.get("latent") else head_dim_reason(target)
 
 
-@reference.paged_attention.register("triton", devices=("cuda",), unsupported=needs(more=_reason), plan=make_plan)
+@reference.paged_attention.register(
+    "triton", devices=("cuda",), unsupported=needs(more=_reason), plan=make_plan, alike=on_request
+)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -200,6 +204,7 @@ def paged_attention(
     alibi_rounded: bool = False,
     block: int = 1,
     latent: int = 0,
+    alike: bool = False,
 ) -> Tensor:
     """See the module, for ``latent`` rows the file of that name. One launch, one more where ranges are merged, one more
     to turn queries for a cache of 4 bits.
@@ -213,7 +218,7 @@ def paged_attention(
     q = _turn(q) if bits == 4 and not turned else q if q.stride(2) == 1 else q.contiguous()
     heads, dim, kv_heads, page = q.shape[1], q.shape[2], k_cache.shape[2], k_cache.shape[1]
     group, form = heads // kv_heads, _form(form_of(k_cache, bits), q.dtype, dim)
-    first = DECODE_KEYS[bits or (0 if form.name == "float" else 8)]
+    first = PROMPT_KEYS if alike else DECODE_KEYS[bits or (0 if form.name == "float" else 8)]
     tiles = plan.tiles(group, first, lambda kind: _rows(kind, group, dim, form, q))
     form = _in_pairs(form, tiles.block_rows, dim, q)
     choice = _choice(tiles.kind, tiles.block_rows, dim, form, q)

@@ -1,8 +1,12 @@
 """How a step's attention is cut into tiles of work, on the host, once for all layers.
 
 A tile is some new tokens of one sequence, with all query heads that share a key head as its rows, against a range of
-keys. Ranges end at fixed absolute positions, whatever the batch, the chunk or the sequence's length: a token's sums are
-the same in every company. They grow with the position, so that a long sequence has few partial results to merge.
+keys. Ranges end at fixed absolute positions, whatever the batch, the chunk or the sequence's length. They grow with the
+position, so that a long sequence has few partial results to merge.
+
+Few tokens of a sequence are cut finely, many are not. Where a token's sums are to be the same whatever tokens come
+with it, its first ranges are those of prompts (``PROMPT_KEYS``), all tiles have the same rows, and tiles end at fixed
+positions too: none reaches over the end of a range.
 """
 
 from __future__ import annotations
@@ -69,7 +73,7 @@ class Plan:
         tile for each kind of step.
         """
         if (group, first) not in self._tiles:
-            kind = kind_of(np.diff(self.cu_seqlens), group)
+            kind = kind_of(np.diff(self.cu_seqlens), group, first)
             rows = block_rows(kind)
             items, merges, parts = cut(self.cu_seqlens, self.seq_lens, self.sight, group, first, rows)
             on_device = torch.from_numpy(items).to(self.device), torch.from_numpy(merges).to(self.device)
@@ -93,8 +97,12 @@ def make_plan(
     return Plan(table, cu_seqlens, seq_lens, Sight(window, chunked, block), device)
 
 
-def kind_of(new: np.ndarray, group: int) -> str:
-    """``decode`` where every sequence brings few rows, ``prefill`` where none does, else ``mixed``."""
+def kind_of(new: np.ndarray, group: int, first: int) -> str:
+    """``decode`` where every sequence brings few rows, ``prefill`` where none does, else ``mixed``; that too where sums
+    are to be alike. ``first``: see ``Plan.tiles``.
+    """
+    if first == PROMPT_KEYS:
+        return "mixed"
     few = new * group <= max(FEW_ROWS, group)
     return "decode" if few.all() else "mixed" if few.any() else "prefill"
 
@@ -118,6 +126,24 @@ def range_of(keys: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
     return edges[at], np.append(edges, np.iinfo(np.int32).max)[at + 1]
 
 
+def _tiles_of_tokens(
+    new: np.ndarray, before: np.ndarray, most: int, fixed: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of each tile: sequence, first token of the ``new`` ones, tokens, and the position that it begins at. ``before``:
+    tokens that each sequence has; ``most``: of a tile. ``fixed``: a tile begins at a multiple of its tokens, though
+    those at its beginning may be there already.
+    """
+    aside = np.zeros_like(new)
+    if fixed:
+        most = 1 << (most.bit_length() - 1)
+        aside = np.where(new > 0, before % most, 0)
+    tiles = -(-(new + aside) // most)
+    seq = np.repeat(np.arange(len(new)), tiles)
+    begin = (np.arange(len(seq)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * most - aside[seq]
+    first = np.maximum(begin, 0)
+    return seq, first, np.minimum(begin + most, new[seq]) - first, before[seq] + begin
+
+
 def cut(
     cu_seqlens: np.ndarray, seq_lens: np.ndarray, sight: Sight, group: int, first: int, block_rows: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
@@ -125,12 +151,10 @@ def cut(
     new = np.diff(cu_seqlens).astype(np.int64)
     per_tile = max(1, block_rows // group)
     few = new * group <= max(FEW_ROWS, group)
-    tiles = -(-new // per_tile)
-    seq = np.repeat(np.arange(len(new)), tiles)
-    begin = (np.arange(len(seq)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * per_tile
-    tokens = np.minimum(new[seq] - begin, per_tile)
-    position = seq_lens[seq].astype(np.int64) - new[seq] + begin
-    low = sight.oldest(position)
+    before = seq_lens.astype(np.int64) - new
+    seq, begin, tokens, border = _tiles_of_tokens(new, before, per_tile, first == PROMPT_KEYS)
+    position = before[seq] + begin
+    low = sight.oldest(border)
     high = np.minimum(seq_lens[seq], sight.newest(position + tokens - 1) + 1)
     longest = int(seq_lens.max(initial=1))
     first_range, ranges, edges = np.zeros_like(low), np.ones_like(low), {}

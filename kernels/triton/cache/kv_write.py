@@ -79,7 +79,7 @@ def kv_write_kernel(
         )  # fmt: skip
 
 
-@reference.kv_write.register("triton", devices=("cuda",), unsupported=needs(more=head_dim_reason))
+@reference.kv_write.register("triton", devices=("cuda",), unsupported=needs(more=head_dim_reason), alike=True)
 def kv_write(
     k: Tensor,
     v: Tensor,

@@ -123,7 +123,7 @@ def rope_kv_write_kernel(
         store_heads(h, v_cache, v_params, row, head < heads, v_scale, HEAD_DIM, WIDTH, HEADS, FORM, False)
 
 
-@reference.rope_kv_write.register("triton", devices=("cuda",), unsupported=needs(more=head_dim_reason))
+@reference.rope_kv_write.register("triton", devices=("cuda",), unsupported=needs(more=head_dim_reason), alike=True)
 def rope_kv_write(
     q: Tensor,
     k: Tensor,

@@ -104,19 +104,19 @@ def _act(x: Tensor, kind: str, gated: bool) -> Tensor:
     return out
 
 
-@reference.act.register("triton", devices=("cuda",), unsupported=needs())
+@reference.act.register("triton", devices=("cuda",), unsupported=needs(), alike=True)
 def act(x: Tensor, activation: str) -> Tensor:
     """One launch, float32 inside."""
     return _act(x, activation, gated=False)
 
 
-@reference.act_and_mul.register("triton", devices=("cuda",), unsupported=needs())
+@reference.act_and_mul.register("triton", devices=("cuda",), unsupported=needs(), alike=True)
 def act_and_mul(x: Tensor, activation: str) -> Tensor:
     """One launch, float32 inside."""
     return _act(x, activation, gated=True)
 
 
-@reference.act_and_mul_quant.register("triton", devices=("cuda",), unsupported=needs_codes)
+@reference.act_and_mul_quant.register("triton", devices=("cuda",), unsupported=needs_codes, alike=True)
 def act_and_mul_quant(x: Tensor, activation: str, codes: torch.dtype) -> tuple[Tensor, Tensor]:
     """One launch, a program a token."""
     if x.stride(1) != 1:

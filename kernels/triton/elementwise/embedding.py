@@ -22,7 +22,7 @@ def embedding_kernel(ids, table, out, size, scale, BLOCK: tl.constexpr):
     tl.store(out + token * size + column, cast(h * scale, out.dtype.element_ty), mask=column < size)
 
 
-@reference.embedding.register("triton", devices=("cuda",), unsupported=needs())
+@reference.embedding.register("triton", devices=("cuda",), unsupported=needs(), alike=True)
 def embedding(ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
     """One launch, the scale included; it is rounded to the table's dtype first."""
     size = table.shape[1]

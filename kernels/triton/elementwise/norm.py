@@ -107,13 +107,13 @@ def _norm(
     return out, scales, total
 
 
-@reference.rms_norm.register("triton", devices=("cuda",), unsupported=needs())
+@reference.rms_norm.register("triton", devices=("cuda",), unsupported=needs(), alike=True)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """One launch; several short rows (norms over heads) share a program."""
     return _norm(x, None, weight, eps, weight_offset)[0]
 
 
-@reference.add_rms_norm.register("triton", devices=("cuda",), unsupported=needs())
+@reference.add_rms_norm.register("triton", devices=("cuda",), unsupported=needs(), alike=True)
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ def add_rms_norm(
     return out, total
 
 
-@reference.rms_norm_quant.register("triton", devices=("cuda",), unsupported=needs_codes)
+@reference.rms_norm_quant.register("triton", devices=("cuda",), unsupported=needs_codes, alike=True)
 def rms_norm_quant(
     x: Tensor, weight: Tensor, eps: float, codes: torch.dtype, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ def rms_norm_quant(
     return out, scales
 
 
-@reference.add_rms_norm_quant.register("triton", devices=("cuda",), unsupported=needs_codes)
+@reference.add_rms_norm_quant.register("triton", devices=("cuda",), unsupported=needs_codes, alike=True)
 def add_rms_norm_quant(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, codes: torch.dtype, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:

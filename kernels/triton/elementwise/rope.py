@@ -46,7 +46,7 @@ def rope_kernel(
         tl.store(target + j, tl.load(source + j, mask=mask), mask=mask)
 
 
-@reference.rope.register("triton", devices=("cuda",), unsupported=needs())
+@reference.rope.register("triton", devices=("cuda",), unsupported=needs(), alike=True)
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """One launch; reads strided views (a slice of a fused qkv) as they are."""
     tokens, heads, dim = x.shape

@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...op import Target
+from ...op import Target, on_request
 from ...reference import linear_blocks as reference
 from ..codes import EMULATE, cast, divide, encode, row_scale
 from ..float_codes import e4m3_as_fp16
 from ..launch import (
+    ALIKE_ROWS,
     INTERPRETED,
     NATIVE_FLOAT8,
     capability_of,
@@ -110,9 +111,9 @@ def round_blocks(x: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     return codes, scales
 
 
-def _choice(tokens: int, block: int, native: bool, device: torch.device) -> dict[str, int]:
+def _choice(tokens: int, block: int, native: bool, device: torch.device, alike: bool) -> dict[str, int]:
     """Tile, warps and stages by the number of tokens. Two blocks share a multiprocessor: one scales, one multiplies."""
-    rows = max(16, power_of_2(min(tokens, 128 if native else 64)))
+    rows = ALIKE_ROWS if alike else max(16, power_of_2(min(tokens, 128 if native else 64)))
     default = {"cols": 32 if rows == 16 else 64, "k": min(block, 128), "warps": 4}
     if rows == 128 and tensor_memory(capability_of(device)):
         default["warps"] = 8  # both sums are read from tensor memory: 4 warps would spill them
@@ -129,15 +130,21 @@ def reason(target: Target) -> str | None:
     return None if whole else f"takes blocks of a power of two of at least 32 inputs, not {block}"
 
 
-@reference.linear_block_fp8.register("triton", devices=("cuda",), unsupported=needs(more=reason))
+@reference.linear_block_fp8.register("triton", devices=("cuda",), unsupported=needs(more=reason), alike=on_request)
 def linear_block_fp8(
-    x: Tensor, weight: Tensor, scales: Tensor, row_blocks: Tensor, block: int, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    row_blocks: Tensor,
+    block: int,
+    bias: Tensor | None = None,
+    alike: bool = False,
 ) -> Tensor:
     """Two launches: rounding, product."""
     (tokens, n_in), n_out = x.shape, weight.shape[0]
     native = capability_of(x.device) >= NATIVE_FLOAT8
     codes, row_scales = round_blocks(x, block, torch.float8_e4m3fn if native else torch.float16)
-    choice = _choice(tokens, block, native, x.device)
+    choice = _choice(tokens, block, native, x.device, alike)
     out = torch.empty(tokens, n_out, dtype=x.dtype, device=x.device)
     launch(
         block_linear_kernel,

@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...op import on_request
 from ...reference import linear_blocks as reference
 from ..codes import cast
 from ..float_codes import block_scale, fp4
 from ..launch import (
+    ALIKE_ROWS,
     INTERPRETED,
     capability_of,
     dot_dtype,
@@ -149,17 +151,22 @@ def _choice(tokens: int, x: Tensor) -> dict[str, int]:
     return found
 
 
-@reference.linear_fp4.register("triton", devices=("cuda",), unsupported=needs())
+@reference.linear_fp4.register("triton", devices=("cuda",), unsupported=needs(), alike=on_request)
 def linear_fp4(
-    x: Tensor, packed: Tensor, scales: Tensor, row_scales: Tensor | None = None, bias: Tensor | None = None
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    row_scales: Tensor | None = None,
+    bias: Tensor | None = None,
+    alike: bool = False,
 ) -> Tensor:
-    """One launch for few tokens; expansion and cuBLAS for many."""
+    """One launch for few tokens, or where rows are to be alike; expansion and cuBLAS for many."""
     (tokens, n_in), n_out = x.shape, packed.shape[0]
-    if tokens > tuned("linear_fp4", "expand", {"rows": 384}, x.device)["rows"]:
+    if not alike and tokens > tuned("linear_fp4", "expand", {"rows": 384}, x.device)["rows"]:
         return F.linear(x, expand(packed, scales, row_scales, x.dtype), bias)
     if x.stride(1) != 1:
         x = x.contiguous()
-    choice, (bits, e8m0) = _choice(tokens, x), scale_bits(scales)
+    choice, (bits, e8m0) = _choice(ALIKE_ROWS if alike else tokens, x), scale_bits(scales)
     out = torch.empty(tokens, n_out, dtype=x.dtype, device=x.device)
     launch(
         fp4_linear_kernel,

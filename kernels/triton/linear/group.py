@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...op import Target
+from ...op import Target, on_request
 from ...reference import linear as reference
 from ..codes import cast, exact_float, high_nibble, low_nibble, widen
 from ..launch import (
+    ALIKE_ROWS,
     INTERPRETED,
     capability_of,
     dot_dtype,
@@ -238,7 +239,7 @@ def _choice(tokens: int, k: int, bits: int, x: Tensor) -> dict[str, int]:
     return found
 
 
-@reference.linear_group_int.register("triton", devices=("cuda",), unsupported=needs(more=_reason))
+@reference.linear_group_int.register("triton", devices=("cuda",), unsupported=needs(more=_reason), alike=on_request)
 def linear_group_int(
     x: Tensor,
     packed: Tensor,
@@ -248,9 +249,10 @@ def linear_group_int(
     bits: int,
     group_index: Tensor | None = None,
     bias: Tensor | None = None,
+    alike: bool = False,
 ) -> Tensor:
-    """One launch for few tokens; expansion and cuBLAS for many. An act-order ``group_index`` is read for each
-    element: weights whose groups were made consecutive beforehand are faster.
+    """One launch for few tokens, or for rows that are to be alike; expansion and cuBLAS for many. An act-order
+    ``group_index`` is read for each element: weights whose groups were made consecutive beforehand are faster.
     """
     tokens, n_in = x.shape
     n_out, groups = scales.shape
@@ -258,13 +260,13 @@ def linear_group_int(
     offsets = zeros if minima is None else minima
     assert offsets is not None
     many = tuned("linear_group_int", "expand", {"rows": 384}, x.device)["rows"]
-    if tokens > many:
+    if tokens > many and not alike:
         return F.linear(x, expand(packed, scales, offsets, minima is not None, bits, group_index, x.dtype), bias)
     if x.stride(1) != 1:
         x = x.contiguous()
     aligned = group & -group if groups > 1 else power_of_2(n_in)
     factored = group_index is None and aligned >= 16 * planes
-    choice = _choice(tokens, min(128, aligned) if factored else max(64, 16 * planes), bits, x)
+    choice = _choice(ALIKE_ROWS if alike else tokens, min(128, aligned) if factored else max(64, 16 * planes), bits, x)
     k = min(choice["k"], aligned) if factored else choice["k"]
     out = torch.empty(tokens, n_out, dtype=x.dtype, device=x.device)
     launch(

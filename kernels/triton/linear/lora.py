@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...op import on_request
 from ...reference import lora as reference
 from ..codes import cast
 from ..gather import Gathered, gather_by_expert
-from ..launch import dot_dtype, launch, needs, power_of_2, stages_of
+from ..launch import ALIKE_ROWS, dot_dtype, launch, needs, power_of_2, stages_of
 from ..tuning import tuned
 
 RANKS = 16  # of one program
@@ -116,20 +117,23 @@ def lora_expand_kernel(
     tl.store(target, cast(before + added, y.dtype.element_ty), mask=mask)
 
 
-def group_tokens(adapter: Tensor, adapters: int) -> Gathered:
+def group_tokens(adapter: Tensor, adapters: int, alike: bool = False) -> Gathered:
     """The plan of a step: three small launches. ``adapter``: int32 [T], -1 for none. A tile's "expert" is its adapter,
     counted from 1 on, 0 for tokens without one.
     """
-    return gather_by_expert((adapter + 1)[:, None], adapters + 1, 16 if adapter.shape[0] <= 64 else 64)
+    rows = 16 if adapter.shape[0] <= 64 and not alike else ALIKE_ROWS
+    return gather_by_expert((adapter + 1)[:, None], adapters + 1, rows)
 
 
-@reference.lora_shrink.register("triton", devices=("cuda",), unsupported=needs(), plan=group_tokens)
-def lora_shrink(x: Tensor, a: Tensor, ranks: Tensor, adapter: Tensor, plan: object = None) -> Tensor:
+@reference.lora_shrink.register("triton", devices=("cuda",), unsupported=needs(), plan=group_tokens, alike=on_request)
+def lora_shrink(
+    x: Tensor, a: Tensor, ranks: Tensor, adapter: Tensor, plan: object = None, alike: bool = False
+) -> Tensor:
     """One launch where the step's plan is given."""
     if x.stride(1) != 1:
         x = x.contiguous()
     (tokens, n_in), (count, slices, rank) = x.shape, a.shape[:3]
-    tiles = plan if isinstance(plan, Gathered) else group_tokens(adapter, count)
+    tiles = plan if isinstance(plan, Gathered) else group_tokens(adapter, count, alike)
     parts = triton.cdiv(n_in, reference.PART)
     h = torch.empty(parts, tokens, slices, rank, dtype=torch.float32, device=x.device)
     default = {"k": 64 if x.dtype == torch.float32 else 128, "warps": 2 if tiles.rows == 16 else 4}
@@ -161,13 +165,20 @@ def lora_shrink(x: Tensor, a: Tensor, ranks: Tensor, adapter: Tensor, plan: obje
     return h
 
 
-@reference.lora_expand.register("triton", devices=("cuda",), unsupported=needs())
+@reference.lora_expand.register("triton", devices=("cuda",), unsupported=needs(), alike=on_request)
 def lora_expand(
-    h: Tensor, b: Tensor, ranks: Tensor, adapter: Tensor, y: Tensor, widths: tuple[int, ...], plan: object = None
+    h: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    adapter: Tensor,
+    y: Tensor,
+    widths: tuple[int, ...],
+    plan: object = None,
+    alike: bool = False,
 ) -> None:
     """One launch where the step's plan is given."""
     (parts, tokens, slices, rank), (count, n_out) = h.shape, b.shape[:2]
-    tiles = plan if isinstance(plan, Gathered) else group_tokens(adapter, count)
+    tiles = plan if isinstance(plan, Gathered) else group_tokens(adapter, count, alike)
     assert slices == len(widths) <= 4 and sum(widths) == n_out and y.stride(1) == 1
     starts = [sum(widths[: s + 1]) for s in range(3)]
     cols = 32 if y.dtype == torch.float32 else 64

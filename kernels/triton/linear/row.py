@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...op import Target
+from ...op import Target, on_request
 from ...reference import linear as reference
 from ..codes import EMULATE, cast, divide, encode, row_scale
 from ..float_codes import float8_as_fp16
 from ..launch import (
+    ALIKE_ROWS,
     INTERPRETED,
     NATIVE_FLOAT8,
     capability_of,
@@ -142,7 +143,13 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def product(
-    codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None
+    codes: Tensor,
+    row_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None,
+    alike: bool = False,
 ) -> Tensor:
     """codes [T, in] · weight [out, in], both scales and the bias applied, in ``dtype``. One launch."""
     codes, (tokens, n_in), n_out, device = codes.contiguous(), codes.shape, weight.shape[0], codes.device
@@ -150,7 +157,7 @@ def product(
     e4m3 = weight.dtype == torch.float8_e4m3fn
     if not native:
         weight, codes = weight.view(torch.uint8), codes if codes.itemsize == 2 else codes.view(torch.uint8)
-    rows = max(16, power_of_2(min(tokens, 128 if native else 64)))
+    rows = ALIKE_ROWS if alike else max(16, power_of_2(min(tokens, 128 if native else 64)))
     small = {"cols": 64 if rows == 16 or not native else 128, "k": 128, "warps": 4}
     default = small if rows <= 64 else {"cols": 256, "k": 128, "warps": 8}
     found = tuned("row_linear_kernel", f"rows{rows}", default, device)
@@ -183,7 +190,7 @@ def product(
     return out
 
 
-@reference.matmul_int8.register("triton", devices=("cuda",), unsupported=needs())
+@reference.matmul_int8.register("triton", devices=("cuda",), unsupported=needs(), alike=True)
 def matmul_int8(
     codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
@@ -191,21 +198,27 @@ def matmul_int8(
     return product(codes, row_scales, weight, scales, dtype, bias)
 
 
-@reference.matmul_fp8.register("triton", devices=("cuda",), unsupported=needs())
+@reference.matmul_fp8.register("triton", devices=("cuda",), unsupported=needs(), alike=on_request)
 def matmul_fp8(
-    codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+    codes: Tensor,
+    row_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    alike: bool = False,
 ) -> Tensor:
     """One launch; GPUs without float8 multiply the same numbers in fp16."""
-    return product(codes, row_scales, weight, scales, dtype, bias)
+    return product(codes, row_scales, weight, scales, dtype, bias, alike)
 
 
-@reference.linear_int8.register("triton", devices=("cuda",), unsupported=needs())
+@reference.linear_int8.register("triton", devices=("cuda",), unsupported=needs(), alike=True)
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """Two launches, rounding and product; the integer sums are exact."""
     return product(*round_rows(x, weight.dtype), weight, scales, x.dtype, bias)
 
 
-@reference.linear_fp8.register("triton", devices=("cuda",), unsupported=needs())
-def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+@reference.linear_fp8.register("triton", devices=("cuda",), unsupported=needs(), alike=on_request)
+def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None, alike: bool = False) -> Tensor:
     """Two launches, rounding and product; GPUs without float8 multiply the same numbers in fp16."""
-    return product(*round_rows(x, weight.dtype), weight, scales, x.dtype, bias)
+    return product(*round_rows(x, weight.dtype), weight, scales, x.dtype, bias, alike)

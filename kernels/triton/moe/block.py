@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...op import on_request
 from ...reference import moe as reference
 from ..codes import EMULATE, cast
 from ..elementwise.activation import act_and_mul
@@ -113,7 +114,7 @@ def _product(
     return out
 
 
-@reference.moe_experts_block_fp8.register("triton", devices=("cuda",), unsupported=needs(more=reason))
+@reference.moe_experts_block_fp8.register("triton", devices=("cuda",), unsupported=needs(more=reason), alike=on_request)
 def moe_experts_block_fp8(
     x: Tensor,
     experts: Tensor,
@@ -126,10 +127,11 @@ def moe_experts_block_fp8(
     down_rows: Tensor,
     block: int,
     activation: str,
+    alike: bool = False,
 ) -> Tensor:
     """Eight launches: count, place, rounding, gate·up, activation, rounding, down, weighted sum."""
     slots, count = experts.numel(), gate_up.shape[0]
-    rows = tile_rows(experts, count, 64)
+    rows = tile_rows(experts, count, 64, alike)
     tiles = gather_by_expert(experts, count, rows)
     inner = _product(x, gate_up, gate_up_scales, gate_up_rows, block, tiles, slots)
     y = _product(act_and_mul(inner, activation), down, down_scales, down_rows, block, tiles, slots)

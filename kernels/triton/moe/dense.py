@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...op import Target
+from ...op import Target, on_request
 from ...reference import moe as reference
 from ..codes import cast
 from ..elementwise.activation import glu
@@ -120,7 +120,7 @@ def _routing_reason(target: Target) -> str | None:
     return None if target.traits.get("routing") is None else "knows neither groups nor corrections of experts"
 
 
-@reference.moe_route.register("triton", devices=("cuda",), unsupported=needs(more=_routing_reason))
+@reference.moe_route.register("triton", devices=("cuda",), unsupported=needs(more=_routing_reason), alike=True)
 def moe_route(logits: Tensor, top_k: int, scoring: str, norm_topk: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """One launch."""
     tokens, count = logits.shape
@@ -205,7 +205,7 @@ def weighted_sum(y: Tensor, weights: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-@reference.moe_experts.register("triton", devices=("cuda",), unsupported=needs())
+@reference.moe_experts.register("triton", devices=("cuda",), unsupported=needs(), alike=on_request)
 def moe_experts(
     x: Tensor,
     experts: Tensor,
@@ -215,10 +215,11 @@ def moe_experts(
     activation: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    alike: bool = False,
 ) -> Tensor:
     """Five launches: count, place, gate·up with the activation, down, weighted sum."""
     x, slots, count = x.contiguous(), experts.numel(), gate_up.shape[0]
-    rows = 16 if x.dtype == torch.float32 else tile_rows(experts, count, 128)
+    rows = 16 if x.dtype == torch.float32 else tile_rows(experts, count, 128, alike)
     tiles = gather_by_expert(experts, count, rows)
     inner = _products(x, gate_up, gate_up_bias, tiles, slots, experts.shape[1], activation)
     y = _products(inner, down, down_bias, tiles, slots, 1, "")

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...op import on_request
 from ...reference import moe as reference
 from ..codes import cast
 from ..elementwise.activation import act_and_mul
@@ -120,7 +121,7 @@ def _product(
     return out
 
 
-@reference.moe_experts_fp4.register("triton", devices=("cuda",), unsupported=needs())
+@reference.moe_experts_fp4.register("triton", devices=("cuda",), unsupported=needs(), alike=on_request)
 def moe_experts_fp4(
     x: Tensor,
     experts: Tensor,
@@ -134,10 +135,11 @@ def moe_experts_fp4(
     down_factors: Tensor | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    alike: bool = False,
 ) -> Tensor:
     """Six launches: count, place, gate·up, activation, down, weighted sum."""
     x, slots, count = x.contiguous(), experts.numel(), gate_up.shape[0]
-    rows = 16 if x.dtype == torch.float32 else tile_rows(experts, count, 64)
+    rows = 16 if x.dtype == torch.float32 else tile_rows(experts, count, 64, alike)
     tiles = gather_by_expert(experts, count, rows)
     inner = _product(x, gate_up, gate_up_scales, gate_up_factors, gate_up_bias, tiles, slots)
     y = _product(act_and_mul(inner, activation), down, down_scales, down_factors, down_bias, tiles, slots)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...op import Target
+from ...op import Target, on_request
 from ...reference import moe as reference
 from ...reference.linear import codes_per_byte
 from ..codes import EMULATE, cast, exact_float
@@ -174,7 +174,9 @@ def _reason(target: Target) -> str | None:
     return f"takes weights of 4 or 8 bits, not {bits}" if bits not in (None, 0, 4, 8) else None
 
 
-@reference.moe_experts_group_int.register("triton", devices=("cuda",), unsupported=needs(more=_reason))
+@reference.moe_experts_group_int.register(
+    "triton", devices=("cuda",), unsupported=needs(more=_reason), alike=on_request
+)
 def moe_experts_group_int(
     x: Tensor,
     experts: Tensor,
@@ -187,10 +189,11 @@ def moe_experts_group_int(
     down_zeros: Tensor,
     bits: int,
     activation: str,
+    alike: bool = False,
 ) -> Tensor:
     """Six launches: count, place, gate·up, activation, down, weighted sum."""
     x, slots, count = x.contiguous(), experts.numel(), gate_up.shape[0]
-    rows = 16 if x.dtype == torch.float32 else tile_rows(experts, count, 64)
+    rows = 16 if x.dtype == torch.float32 else tile_rows(experts, count, 64, alike)
     tiles = gather_by_expert(experts, count, rows)
     inner = _group_product(x, gate_up, gate_up_scales, gate_up_zeros, tiles, slots, bits)
     y = _group_product(act_and_mul(inner, activation), down, down_scales, down_zeros, tiles, slots, bits)
@@ -236,8 +239,8 @@ def _row_product(
     return out
 
 
-@reference.moe_experts_int8.register("triton", devices=("cuda",), unsupported=needs())
-@reference.moe_experts_fp8.register("triton", devices=("cuda",), unsupported=needs(NATIVE_FLOAT8))
+@reference.moe_experts_int8.register("triton", devices=("cuda",), unsupported=needs(), alike=True)
+@reference.moe_experts_fp8.register("triton", devices=("cuda",), unsupported=needs(NATIVE_FLOAT8), alike=on_request)
 def moe_experts_row(
     x: Tensor,
     experts: Tensor,
@@ -247,12 +250,13 @@ def moe_experts_row(
     down: Tensor,
     down_scales: Tensor,
     activation: str,
+    alike: bool = False,
 ) -> Tensor:
     """int8, whose sums are exact, and float8. Seven launches: rounding, count, place, gate·up, activation and rounding,
     down, weighted sum.
     """
     slots, count = experts.numel(), gate_up.shape[0]
-    rows = tile_rows(experts, count, 128)
+    rows = tile_rows(experts, count, 128, alike)
     tiles = gather_by_expert(experts, count, rows)
     codes, row_scales = round_rows(x, gate_up.dtype)
     inner = _row_product(codes, row_scales, gate_up, gate_up_scales, tiles, slots, x.dtype)

@@ -156,7 +156,7 @@ def draw_kernel(
     tl.store(out + row, tl.where(found == vocab, top, found).to(tl.int64))
 
 
-@reference.sample.register("triton", devices=("cuda",), unsupported=needs())
+@reference.sample.register("triton", devices=("cuda",), unsupported=needs(), alike=True)
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:
     """See the module."""
     rows, vocab = logits.shape

@@ -36,7 +36,7 @@ def bitmask_kernel(logits, bitmask, vocab, stride, words, BLOCK: tl.constexpr):
     tl.store(logits + row * stride + i, tl.full([BLOCK], float("-inf"), tl.float32), mask=banned)
 
 
-@reference.penalize.register("triton", devices=("cuda",), unsupported=needs())
+@reference.penalize.register("triton", devices=("cuda",), unsupported=needs(), alike=True)
 def penalize(
     logits: Tensor, rows: Tensor, ids: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> None:
@@ -48,7 +48,7 @@ def penalize(
     )
 
 
-@reference.apply_bitmask.register("triton", devices=("cuda",), unsupported=needs())
+@reference.apply_bitmask.register("triton", devices=("cuda",), unsupported=needs(), alike=True)
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> None:
     """One launch; reads a bit an id."""
     rows, vocab = logits.shape

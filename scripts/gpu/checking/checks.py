@@ -119,6 +119,10 @@ def rows_of(options: argparse.Namespace) -> Iterable[Row]:
         from gpu.checking.runner import check_runner
 
         return check_runner(options.runner, options.policy, options.device, graphs=not options.trace)
+    if options.alike is not None:
+        from gpu.checking.alike import check_alike
+
+        return check_alike(options.alike, options.device)
     if options.ranks:
         from gpu.checking.ranks import check_ranks
 
@@ -196,7 +200,8 @@ def show(row: Row) -> None:
 
 def child(options: argparse.Namespace) -> bool:
     """Print the rows of one item as they come, if that is what this process is for."""
-    if not any((options.op, options.runner, options.tests, options.manifest, options.linears, options.ranks)):
+    asked = (options.op, options.runner, options.alike, options.tests, options.manifest, options.linears, options.ranks)
+    if not any(asked):
         return False
     end_with_parent()
     missed = count_misses(tell=True) if options.device == "cuda" else []

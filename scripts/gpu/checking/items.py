@@ -101,6 +101,8 @@ def items(where: Where, smoke_only: bool, sanitizer: str | None, limit: float) -
     found += _compiling("compile attention", ("attention",), where)
     found += _compiling("compile runner", ("runner", "self-test"), where)
     found += _compiling("compile served", ("manifest",), where) + _compiling("compile ops", ("ops",), where)
+    from gpu.checking.alike import FAMILIES as ALIKE
+
     from toolkit.kernels.triton.ahead_of_time.manifest import calls
 
     called = {call.op for call in calls()}
@@ -118,6 +120,8 @@ def items(where: Where, smoke_only: bool, sanitizer: str | None, limit: float) -
     found += wide[1:]
     found += [_served(n, limit, "compile served") for n in served if n not in SERVED_FIRST]
     found += [_runner(family, policy, limit) for family, policy in all_but_smoke if family not in WIDE]
+    alike = ("llama",) if where.dry else ALIKE
+    found += [_alike(family, limit) for family in alike]
     found.append(Item("runner", "ranks", ("--ranks",), limit, silence=SILENCE_RUNNER, after=("compile runner", NVCC)))
     if all(importlib.util.find_spec(name) for name in ("pytest", "transformers")):
         tests = Item("runner", "", (), 2 * limit, silence=SILENCE_RUNNER, after=("compile runner", NVCC))
@@ -139,6 +143,11 @@ def _served(name: str, limit: float, after: str) -> Item:
 def _runner(family: str, policy: int, limit: float) -> Item:
     name, arguments = f"runner {family}, quant_policy {policy}", ("--runner", family, "--policy", str(policy))
     return Item("runner", name, arguments, limit, silence=SILENCE_RUNNER, after=("compile runner", NVCC))
+
+
+def _alike(family: str, limit: float) -> Item:
+    arguments = ("--alike", family)
+    return Item("runner", f"batch_invariant {family}", arguments, limit, silence=60, after=("compile runner", NVCC))
 
 
 def _linears(where: Where, limit: float) -> list[Item]:

@@ -54,8 +54,9 @@ def of_manifest(capability: int, ops: Collection[str] | None = None) -> list[Lau
         for call in (call for call in calls() if ops is None or call.op in ops):
             implementation = load()[call.op].implementations["triton"]
             for dtype in call.dtypes:
-                if implementation.unsupported(Target("cuda", dtype, capability, call.traits)) is None:
-                    implementation.run(**call.make(getattr(torch, dtype)))
+                target = Target("cuda", dtype, capability, call.traits)
+                if implementation.unsupported(target) is None:
+                    implementation.run_on(target)(**call.make(getattr(torch, dtype)))
     return found
 
 
@@ -111,11 +112,13 @@ def _pick(op: Op, target: Target) -> tuple[Callable[..., Any], Callable[..., Any
     """Triton's kernel for a GPU that is not there, where there is none torch's."""
     families = (f for f in ("triton", "torch", "reference") if f in op.implementations)
     found = next(op.implementations[f] for f in families if not op.implementations[f].unsupported(target))
-    return found.run, found.plan
+    return found.run_on(target), found.plan
 
 
 @contextlib.contextmanager
-def meta_runner(config: dict[str, Any], capability: int, policy: int, block: int) -> Iterator[Any]:
+def meta_runner(
+    config: dict[str, Any], capability: int, policy: int, block: int, batch_invariant: bool = False
+) -> Iterator[Any]:
     """The runner with graphs and a model of ``config``'s shapes, on tensors without memory. It draws token 0 always."""
     from gpu.models import dummy
 
@@ -137,7 +140,7 @@ def meta_runner(config: dict[str, Any], capability: int, policy: int, block: int
         stack.enter_context(mock.patch.object(runner, "choose_ops", choose_ops))
         stack.enter_context(mock.patch.object(linear, "_fuse_biases", join))
         spec, weights = dummy(config, META)
-        options = RunnerOptions(device="cuda", dtype=config["dtype"], block_size=block, quant_policy=policy)
+        options = RunnerOptions("cuda", config["dtype"], policy, block, batch_invariant=batch_invariant)
         yield runner.TensorRunner(spec, lambda: weights, options, graphs=MetaDevice())
 
 
@@ -149,6 +152,19 @@ def of_check(family: str, policy: int, capability: int) -> list[Launch]:
     with recording(capability) as found, meta_runner(CONFIGS[family], capability, policy, STEPS_BLOCK) as runner:
         for _ in drive(driver_of(runner, family), family):
             pass
+    return found
+
+
+def of_alike(family: str, capability: int) -> list[Launch]:
+    """Of ``checking.alike.check_alike``."""
+    from gpu.checking.alike import BLOCK, LENGTHS, LONGEST, NEW, answers, requests
+    from gpu.models import CONFIGS
+
+    with recording(capability) as found, meta_runner(CONFIGS[family], capability, 0, BLOCK, True) as runner:
+        runner.load_weights()
+        asked = requests(LENGTHS, NEW, runner.spec.vocab_size)
+        for together, tokens in ((asked[:2], LONGEST), (asked, LONGEST), (asked, 33)):
+            answers(runner, together, tokens)
     return found
 
 

@@ -159,6 +159,7 @@ def compile_all(launches: list[Launch], workers: int, limit: float = VARIANT_SEC
 
 def stages(capability: int) -> dict[str, Callable[[], list[Launch]]]:
     """What each stage of the scripts launches."""
+    from gpu.checking.alike import FAMILIES as ALIKE
     from gpu.checking.items import SERVED_FIRST, SMOKE_OPS, runner_items
     from gpu.compiling import launches
     from gpu.measuring import engine
@@ -169,7 +170,8 @@ def stages(capability: int) -> dict[str, Callable[[], list[Launch]]]:
             *launches.of_check("llama", 0, capability),
         ],
         "runner": lambda: [
-            x for family, policy in runner_items() for x in launches.of_check(family, policy, capability)
+            *(x for family, policy in runner_items() for x in launches.of_check(family, policy, capability)),
+            *(x for family in ALIKE for x in launches.of_alike(family, capability)),
         ],
         "ops": lambda: launches.of_ops(None, capability),
         "attention": lambda: launches.of_manifest(capability, SERVED_FIRST),

@@ -66,6 +66,7 @@ def _read_by(setup: Setup) -> tuple[RunnerOptions, dict[str, Any]]:
         adapters=tuple((config.adapters or {}).items()),
         adapter_memory=0 if config.adapter_memory is None else read_size("adapter_memory", config.adapter_memory),
         eager=config.eager_mode,
+        batch_invariant=config.batch_invariant,
         **cache,
     )
     if told:

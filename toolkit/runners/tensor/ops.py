@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class Ops:
 
 
 _PLANS = {"paged_attention": "plan_attention", "lora_shrink": "plan_lora"}
+_PLANS_BY_ROWS = ("lora_shrink",)  # whose tiles go by the rows of a step unless told otherwise
 _FLOAT32 = ("penalize", "apply_bitmask", "sample")
 _CACHE = ("kv_write", "rope_kv_write", "latent_write", "paged_attention")  # others' bits are those of weights
 # Tried at once: every model needs them, or a plan is made for the implementation that was chosen.
@@ -78,7 +80,7 @@ class _Chosen:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._run is None:
-            self._run = kernels.choose(self._op, self._target, trusted=False).run
+            self._run = kernels.choose(self._op, self._target, trusted=False).run_on(self._target)
         return self._run(*args, **kwargs)
 
 
@@ -96,7 +98,7 @@ def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
         at_once = op.name in _ALWAYS
         found = kernels.choose(op, target, trusted=device.type == "cpu" or not at_once)
         later = device.type != "cpu" and not at_once and found.family not in kernels.registry.TRUSTED
-        return _Chosen(op, target) if later else found.run, found.plan
+        return _Chosen(op, target) if later else found.run_on(target), found.plan
 
     try:
         return ops_by(pick, kind, dtype, capability, **traits)
@@ -109,15 +111,20 @@ def ops_by(pick: Pick, device: str, dtype: torch.dtype, capability: int | None, 
     and activations of ``dtype``.
 
     ``traits``: head_dim, bits, cache (float8 dtype) and latent (its rows are keys and values at once) of the KV cache,
-    codes ("int8" or "fp8": what W8A8 linears round activations to).
+    codes ("int8" or "fp8": what W8A8 linears round activations to), alike (a row's numbers do not depend on what else a
+    step has, of the ops of which there are such kernels).
     """
     name, wanted = str(dtype).removeprefix("torch."), {f.name for f in fields(Ops)}
     chosen: dict[str, Kernel | None] = {}
     for op in kernels.load().values():
         if op.name in wanted:
-            own = {k: v for k, v in traits.items() if k != "bits" or op.name in _CACHE}
+            left_out = set() if op.name in _CACHE else {"bits"}
+            if all(found.alike is None for found in op.implementations.values()):
+                left_out.add("alike")
+            own = {k: v for k, v in traits.items() if k not in left_out}
             target = kernels.Target(device, "float32" if op.name in _FLOAT32 else name, capability, own)
             chosen[op.name], plan = pick(op, target)
             if op.name in _PLANS:
-                chosen[_PLANS[op.name]] = plan
+                by_rows = op.name in _PLANS_BY_ROWS and own.get("alike")
+                chosen[_PLANS[op.name]] = partial(plan, alike=True) if plan is not None and by_rows else plan
     return Ops(**chosen)  # type: ignore[arg-type]

@@ -32,6 +32,7 @@ from toolkit.runners.base import (
     StepHandle,
 )
 from toolkit.runners.step import StepBatch
+from toolkit.runners.tensor.alike import check_alike, check_alike_device
 from toolkit.runners.tensor.build import build_decoder, with_experts
 from toolkit.runners.tensor.cache import KVCache, block_bytes, cache_traits
 from toolkit.runners.tensor.decoder import Decoder
@@ -81,11 +82,13 @@ class TensorRunner:
         lender: TensorRunner | None = None,
     ) -> None:
         _check(spec, options)
+        if options.batch_invariant:
+            check_alike(spec, split)
         if options.threads > 0:
             torch.set_num_threads(options.threads)
         self.spec, self.options = spec, options
         self.backend: Backend = "pytorch" if graphs is None else "turbomind"
-        self.batch_invariant, self.asynchronous = False, graphs is not None
+        self.batch_invariant, self.asynchronous = options.batch_invariant, graphs is not None
         self._weights, self._graphs, self._split = weights, graphs, split
         self._on: Device = graphs or open_device(options.device)
         self._adapters, self._adapter_step = adapters, AdapterStep(len(adapters))
@@ -99,7 +102,8 @@ class TensorRunner:
         with on_device(self._on.torch):
             self._ops = ops or self._choose_ops(sample)
         self._place = self._placement(sample, dense)
-        self._prompts = 0 if graphs is None else most_tokens(spec, expands(spec, stored, self._place))
+        expanding = not options.batch_invariant and expands(spec, stored, self._place)
+        self._prompts = 0 if graphs is None else most_tokens(spec, expanding)
         self._weight_bytes = weight_bytes(spec, stored, self._place, adapters)
         self.notes = self._describe(sample)
         self._decoder: Decoder | None = None
@@ -114,6 +118,10 @@ class TensorRunner:
         codes = "int8" if isinstance(sample, ChannelInt8) else "fp8"
         traits = cache_traits(self.options.quant_policy) | model_traits(self.spec)
         shape = {"head_dim": max(dims, default=64), "latent": latent}
+        if self.batch_invariant:
+            if self._graphs is None:
+                check_alike_device(self._on.torch)
+            traits |= {"alike": True}
         return choose_ops(self._on.torch, self._dtype, codes=codes, **shape, **traits)
 
     @property
@@ -129,11 +137,11 @@ class TensorRunner:
     def _placement(self, sample: Weight, dense: bool | None) -> Placement:
         """Integer weights become dense where that is faster and they then take at most half of the free memory."""
         if dense is not None:
-            return Placement(self._on.torch, self._dtype, dense)
+            return Placement(self._on.torch, self._dtype, dense, self.batch_invariant)
         dense = self._on.dense
         if dense and isinstance(sample, (GroupInt, BlockFp8, Fp4)):
             dense = dense_bytes(self.spec, self._dtype) <= self._free() // 2
-        return Placement(self._on.torch, self._dtype, dense)
+        return Placement(self._on.torch, self._dtype, dense, self.batch_invariant)
 
     def _describe(self, sample: Weight) -> list[str]:
         notes = [f"dtype auto is {self.dtype}"] if self.options.dtype == "auto" else []
@@ -277,7 +285,8 @@ class TensorRunner:
         if self._encoder is None:
             raise RunnerError("the runner has no weights, or the model does not see")
         with self._working(f"while {len(pictures)} pictures were encoded"):
-            return [rows.float().cpu().numpy() for rows in self._encoder.encode(pictures)]
+            together = [[picture] for picture in pictures] if self.batch_invariant else [pictures]
+            return [rows.float().cpu().numpy() for some in together for rows in self._encoder.encode(some)]
 
     def submit(self, batch: StepBatch) -> StepHandle:
         """Run a step, or with graphs queue it and return. ``result`` raises RunnerError where it failed."""

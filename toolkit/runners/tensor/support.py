@@ -94,7 +94,9 @@ def kernels_missing(
     ops, name = registry.load(), str(dtype).removeprefix("torch.")
     for kind, dim in sorted({(kept.kind, kept.head_dim) for _, _, kept in spec.paged()}):
         shape = {"head_dim": dim, "latent": kind == "latent"}
-        target = Target("cuda", name, capability, shape | cache_traits(options.quant_policy) | model_traits(spec))
+        asked = {"alike": True} if options.batch_invariant else {}
+        shape |= asked | cache_traits(options.quant_policy) | model_traits(spec)
+        target = Target("cuda", name, capability, shape)
         for needed in NEEDED[kind]:
             implementation = ops[needed].implementations["triton"]
             reason = implementation.unsupported(target) or tested(ops[needed], implementation, target)

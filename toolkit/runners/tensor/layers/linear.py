@@ -35,11 +35,13 @@ Linear = Callable[[Activations], Tensor]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and how weights live. ``dequantize``: weights whose activations are not rounded become dense at load."""
+    """Where and how weights live. ``dequantize``: weights whose activations are not rounded become dense at load;
+    ``alike``: a row's numbers are the same whatever rows come with it."""
 
     device: torch.device
     dtype: torch.dtype
     dequantize: bool
+    alike: bool = False
     scratch: dict[str, Any] = field(default_factory=dict)  # of kernels, shared by what runs one after another
 
 
@@ -144,6 +146,7 @@ def group_linear(weight: GroupInt, constants: tuple[Any, ...], place: Placement,
         "minima": weight.minima is not None,
         "scale_dtype": str(weight.scales.dtype).removeprefix("torch."),
         "uneven_groups": uneven,
+        "alike": place.alike,
     }
     target = kernels.Target(device, str(place.dtype).removeprefix("torch."), capability, traits)
     op = kernels.load()["linear_group_int"]
@@ -158,8 +161,8 @@ def group_linear(weight: GroupInt, constants: tuple[Any, ...], place: Placement,
             said.add(reason)
             log.warning("integer weights: the cuda kernel is not used (%s), %s's runs instead", reason, chosen.family)
     if chosen.prepare is None:
-        return Bound(chosen.run, constants)
-    packed: Linear = chosen.prepare(*constants, scratch=place.scratch)
+        return Bound(chosen.run_on(target), constants)
+    packed: Linear = chosen.prepare(*constants, scratch=place.scratch, alike=place.alike)
     return packed
 
 

@@ -11,10 +11,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from toolkit.kernels.triton.attention.plan import PROMPT_KEYS
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.step.draws import columns
-from toolkit.runners.tensor.step.tiles import Cut, DecodeCut, Heads, Kind, TileRows, sight_of
+from toolkit.runners.tensor.step.tiles import (
+    Cut,
+    DecodeCut,
+    Heads,
+    Kind,
+    TileRows,
+    cut_decode,
+    kind_of_decode,
+    sight_of,
+)
 
 ADAPTER = "adapter"  # the array of tokens' adapters, where there is one
 TAPPED = "tapped"  # flat tokens whose streams come back
@@ -156,7 +166,10 @@ def decode_arrays(
     cuts = {}
     for kind, by_heads in tile_rows.items():
         for (step, heads), count in by_heads.items():
-            if step != "decode":
+            if step != kind_of_decode(heads):
+                continue
+            if heads[1] == PROMPT_KEYS:  # sums that are alike: tiles end at fixed positions
+                cuts[kind, heads] = cut_decode(lengths, sight_of(spec, kind), heads, count)
                 continue
             before = kept.get((kind, heads))
             found = before.at(lengths) if before is not None and before.rows == count else None

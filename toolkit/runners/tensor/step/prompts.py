@@ -162,7 +162,7 @@ def prompt_arrays(
         heads_of = {heads for _, heads in rows}
         known &= bool(heads_of)
         for heads in heads_of:
-            step = kind_of(new, heads[0])
+            step = kind_of(new, *heads)
             if (step, heads) not in rows:
                 known = False
                 continue

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.runners.step import SamplingBatch
@@ -89,9 +90,22 @@ def row_best(logits: Tensor) -> Tensor:
     return (logits.view(rows, width // PART, PART).amax(-1) if whole else logits).amax(-1)
 
 
+def log_sum(logits: Tensor) -> Tensor:
+    """``logsumexp`` of each row of float32 [N, V]: [N]. In steps of PART numbers, whose order torch chooses by their
+    number alone; that of a whole row it chooses by the rows too.
+    """
+    best = logits.amax(-1, keepdim=True)
+    total = (logits - best).exp_()
+    while total.shape[1] > 1:
+        missing = -total.shape[1] % PART if total.shape[1] > PART else 0
+        total = F.pad(total, (0, missing)) if missing else total
+        total = total.unflatten(1, (-1, min(PART, total.shape[1]))).sum(-1)
+    return (best + total.log_())[:, 0]
+
+
 def _log_probabilities(logits: Tensor, asked: Tensor, most: int, result: Sampled) -> None:
     """Of the chosen token and of the best ``most``; of all rows, those that did not ask are blanked out."""
-    norm = logits.logsumexp(-1, keepdim=True)
+    norm = log_sum(logits)[:, None]
     chosen = (logits.gather(1, result.tokens[:, None]) - norm)[:, 0]
     result.logprob = chosen.masked_fill_(asked < 0, float("nan"))
     width = min(most, logits.shape[1])

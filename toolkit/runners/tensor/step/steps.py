@@ -48,7 +48,7 @@ from toolkit.runners.tensor.step.pending import Pending
 from toolkit.runners.tensor.step.prompts import SIZES, PromptArrays, PromptKey, fits, prompt_arrays
 from toolkit.runners.tensor.step.rows import chosen_experts, produce
 from toolkit.runners.tensor.step.sampler import row_best, sample_rows
-from toolkit.runners.tensor.step.tiles import AttentionPlan, DecodeCut, Heads, TileRows, sight_of
+from toolkit.runners.tensor.step.tiles import AttentionPlan, DecodeCut, Heads, TileRows, kind_of_decode, sight_of
 
 log = logging.getLogger(__name__)
 MOST_SAMPLED = 8192  # rows whose tokens the next step may refer to
@@ -213,7 +213,7 @@ class Steps:
         }
         for kind, heads, room in key.tiles:
             items, merges = t[tile_name("items", kind, heads)], t[tile_name("merges", kind, heads)]
-            plans[kind].give(heads, items, merges, room)
+            plans[kind].give(heads, items, merges, room, kind_of_decode(heads))
         x, delta = self._layers(self._embed(t), t, plans, made.batch)
         logits = self.decoder.logits(self.decoder.hidden(x, delta, None))
         self.adapters.use(None, self.decoder.ops)  # what it holds may lie in a graph's memory, which may go

@@ -52,6 +52,11 @@ class Cut:
         return Cut(np.concatenate([self.items, more]), np.concatenate([self.merges, idle]), items)
 
 
+def kind_of_decode(heads: Heads) -> str:
+    """The kind of a step that adds one token to each sequence."""
+    return kind_of(np.ones(1, np.int32), *heads)
+
+
 def cut_decode(lengths: np.ndarray, sight: Sight, heads: Heads, rows: int) -> Cut:
     """Tiles of a step that adds one token to each sequence of ``lengths``; ``rows``: of a tile."""
     starts = np.arange(len(lengths) + 1, dtype=np.int32)
@@ -127,7 +132,7 @@ class AttentionPlan:
     own: int | None = None
     ready: dict[Heads, Tiles] = field(default_factory=dict)
 
-    def give(self, heads: Heads, items: Tensor, merges: Tensor, parts: int, kind: str = "decode") -> None:
+    def give(self, heads: Heads, items: Tensor, merges: Tensor, parts: int, kind: str) -> None:
         """Tiles that are on the device already; ``parts``: partial results there is room for; ``kind``: of step."""
         self.ready[heads] = Tiles(items, merges, parts, self.rows[kind, heads], kind)
 
@@ -135,7 +140,7 @@ class AttentionPlan:
         """See ``kernels.triton.attention.plan.Plan``."""
         found = self.ready.get((group, first))
         if found is None:
-            kind = kind_of(np.diff(self.cu_seqlens)[: self.own], group)
+            kind = kind_of(np.diff(self.cu_seqlens)[: self.own], group, first)
             rows = self.rows[kind, (group, first)] = block_rows(kind)
             made = Cut(*cut(self.cu_seqlens, self.seq_lens, self.sight, group, first, rows))
             on_device = self.put({"items": made.items, "merges": made.merges})
