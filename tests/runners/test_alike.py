@@ -81,6 +81,9 @@ def test_log_sums_are_right_and_go_by_the_row_alone():
     torch.testing.assert_close(found, logits.logsumexp(-1), atol=1e-5, rtol=1e-6)
     assert all(torch.equal(log_sum(row[None]), found[i : i + 1]) for i, row in enumerate(logits))
     assert torch.equal(log_sum(torch.zeros(2, 1)), torch.zeros(2))
+    banned = torch.full((1, 300), -torch.inf)
+    banned[0, 7] = 2.0
+    assert log_sum(banned).tolist() == [2.0]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "mamba2", "lfm2"])

@@ -11,7 +11,7 @@ from torch import Tensor
 from toolkit.runners.step import NO_EXPERT, StepBatch
 from toolkit.runners.tensor.decoder import Decoder
 from toolkit.runners.tensor.devices.device import Device
-from toolkit.runners.tensor.step.sampler import sample_rows
+from toolkit.runners.tensor.step.sampler import log_sum, sample_rows
 
 TARGET_ROWS = 256  # targets whose logits exist at one time
 
@@ -59,5 +59,5 @@ def _targets(decoder: Decoder, h: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
     found = []
     for some, targets in zip(rows.split(TARGET_ROWS), ids.split(TARGET_ROWS), strict=True):
         logits = decoder.logits(h.index_select(0, some))
-        found.append(logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1))
+        found.append(logits.gather(1, targets[:, None])[:, 0] - log_sum(logits))
     return torch.cat(found)

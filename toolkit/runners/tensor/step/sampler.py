@@ -95,6 +95,7 @@ def log_sum(logits: Tensor) -> Tensor:
     number alone; that of a whole row it chooses by the rows too.
     """
     best = logits.amax(-1, keepdim=True)
+    best = best.masked_fill_(best.isinf(), 0.0)
     total = (logits - best).exp_()
     while total.shape[1] > 1:
         missing = -total.shape[1] % PART if total.shape[1] > PART else 0
