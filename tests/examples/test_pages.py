@@ -62,7 +62,7 @@ BY_HAND = (
     "toolkit.runners.native.build", "gdb ", "scripts/", "docker ", "helm ", "kubectl ", "systemctl ", "pip install",
     "install -D ", "opencompass ", "--device cuda", "taskset ", "--no-python", " --ray ",
 )  # fmt: skip
-CODE_BY_HAND = ("read_base", "meta_template", "FAMILY = ", "run_local(")
+CODE_BY_HAND = ("read_base", "meta_template", "FAMILY = ", "run_local(", "AutoConfig.register(")
 HERE = {
     "hellaswag --limit 100": "toolkit_cloze --limit 1",
     "--tasks hellaswag": "--tasks toolkit_cloze --limit 1 --include_path tasks",

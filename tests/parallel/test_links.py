@@ -37,6 +37,14 @@ try:
 except OSError as e:
     print(json.dumps(["error", str(e)]), flush=True)
 """
+RUNNING = """
+import time, urllib.request
+while True:
+    found = urllib.request.urlopen("http://127.0.0.1:23399/metrics", timeout=60).read().decode()
+    if any(line.split()[1] == "2.0" for line in found.splitlines() if line.startswith("vllm:num_requests_running{")):
+        break
+    time.sleep(0.1)
+"""
 HEALTH = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:23399/health', timeout=5)"
 
 
@@ -118,7 +126,7 @@ def test_a_link_that_is_cut_under_streams_is_told(prompt: int, server: Server) -
         server.cable.throttle("4mbit", "8kb")
     clients = [server.stream(1000, prompt), server.stream(1000, prompt)]
     if prompt > 4:
-        time.sleep(1.5)
+        subprocess.run(server.inside(0, "-c", RUNNING), check=True, timeout=60)
     else:
         for client in clients:
             assert client.stdout is not None and client.stdout.readline()
