@@ -45,6 +45,13 @@ def test_architectures_win_over_model_type():
         find_family({"model_type": "llama", "architectures": ["LlamaForTokenClassification"]})
 
 
+def test_the_language_model_inside_goes_by_its_model_type():
+    tiny = get("idefics3").tiny[0].fields
+    seeing = {"architectures": ["Idefics3ForConditionalGeneration"], **tiny}
+    seeing["text_config"] = {**CONFIG, **tiny["text_config"], "architectures": ["VLlama3ForCausalLM"]}
+    assert build(seeing)[0].vision.language == "llama"  # as SmolVLM's and Idefics 3's own files say it
+
+
 def test_what_no_runner_computes_is_named():
     with pytest.raises(ToolkitError, match=r"config\.json: architectures: DeepseekV32ForCausalLM needs attention to"):
         find_family({"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]})
