@@ -486,6 +486,16 @@ def test_blocked_fp8_against_a_naive_reader(tmp_path: Path, shape: tuple[int, in
     assert same(load_stored(checkpoint, item)[0], weight)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
+def test_fp8_without_tiles_has_one_scale_a_tensor(tmp_path: Path, name: str) -> None:
+    """As transformers names it (Ministral 3), with a static scale of activations beside, and as vLLM does."""
+    values = torch.randn(N_OUT, N_IN).to(torch.float8_e4m3fn)
+    config = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    scales = {name: torch.tensor(0.25, dtype=torch.bfloat16), "activation_scale": torch.tensor(0.5)}
+    tensors = {f"{NAME}.weight": values, **{f"{NAME}.{x}": scale for x, scale in scales.items()}}
+    assert same(read_back(tmp_path, tensors, config), Fp8(values, torch.full((N_OUT,), 0.25)))
+
+
 def test_rows_of_tiles_keep_their_scales() -> None:
     weight = to_block_fp8(torch.randn(300, 140))
     rows = torch.tensor([5, 290, 131, 7])

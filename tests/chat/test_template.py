@@ -187,6 +187,15 @@ def test_tools_reach_the_template_and_arguments_are_objects(make: Any) -> None:
     assert '"arguments": {"x": 1}' in text
 
 
+def test_a_template_may_join_arguments_to_other_text(make: Any) -> None:
+    """As DeepSeek's do, for which they have to be text."""
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name + '<sep>' + c.function.arguments }}{% endfor %}"
+    tok = make("{{ tools | tojson }}{% for m in messages %}" + calls + "{{ m.content }}{% endfor %}")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}
+    talk = [TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    assert ChatTemplate.open(tok, tok.path).render(talk, tools=TOOLS).endswith('f<sep>{"x": "é"}3')
+
+
 def test_a_tool_use_template_is_chosen_for_tools(make: Any) -> None:
     tok = make([{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}])
     template = ChatTemplate.open(tok, tok.path)

@@ -53,6 +53,16 @@ def test_absent_fields_mean_what_transformers_takes_for_them(family):
     assert build({**named, **sizes})[0] == build({**stated, **AUTHORS.get(family, {}), **named})[0]
 
 
+@pytest.mark.parametrize("family", ["lara_mini", "qwen3_5_moe_text", "solar_open"])
+def test_without_a_dense_layer_its_width_need_not_be_stated(family):
+    if family not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no class of its own for it")
+    stated = CONFIG_MAPPING[family](num_hidden_layers=2).to_dict()
+    assert "intermediate_size" not in stated
+    named = {"architectures": [get(family).architectures[0]], "max_position_embeddings": 512}
+    assert build({**stated, **named})[0] == build({**stated, **named, "intermediate_size": 64})[0]
+
+
 @pytest.mark.parametrize("family", AUTHORS)
 def test_a_config_that_transformers_writes_states_where_its_defaults_are_others(family):
     if family not in CONFIG_MAPPING:

@@ -163,8 +163,15 @@ def test_special_tokens_and_dtypes_that_are_fine(configs, family):
     assert build({**configs[family], **fine}) == build(configs[family])
 
 
+@pytest.mark.parametrize("family", ["smolvlm", "llama"])
+def test_a_padding_of_another_vocabulary_is_fine(configs, family):
+    assert build({**configs[family], "pad_token_id": 128_002}) == build(configs[family])
+
+
 def test_generation_config_s_token_ids_are_checked(configs, tmp_path):
-    checkpoint = SimpleNamespace(path=tmp_path, config=configs["llama"], generation_config={"eos_token_id": [2, 320]})
+    checkpoint = SimpleNamespace(
+        path=tmp_path, config=configs["llama"], generation_config={"eos_token_id": [2, 320]}, names=list
+    )
     with pytest.raises(
         ToolkitError, match=r"generation_config.json: eos_token_id: found 320, expected a token id below"
     ):

@@ -1,7 +1,9 @@
 """Finding the family, overriding a config, and what importing costs."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -45,13 +47,30 @@ def test_architectures_win_over_model_type():
         find_family({"model_type": "llama", "architectures": ["LlamaForTokenClassification"]})
 
 
+def test_the_language_model_inside_goes_by_its_model_type():
+    tiny = get("idefics3").tiny[0].fields
+    seeing = {"architectures": ["Idefics3ForConditionalGeneration"], **tiny}
+    seeing["text_config"] = {**CONFIG, **tiny["text_config"], "architectures": ["VLlama3ForCausalLM"]}
+    assert build(seeing)[0].vision.language == "llama"  # as SmolVLM's and Idefics 3's own files say it
+
+
+@pytest.mark.parametrize("head, tied", [(["language_model.lm_head.weight"], False), ([], True)])
+def test_a_head_of_its_own_counts_where_whole_and_part_disagree(tiny_models, head, tied):
+    """As transformers 5 saves Mistral Small 3.1 and InternVL 3: its default in the whole, what is true in the part."""
+    config = json.loads((tiny_models("mistral3") / "config.json").read_text())
+    torn = {**config, "tie_word_embeddings": True}
+    torn["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
+    checkpoint = SimpleNamespace(path=Path("x"), config=torn, generation_config={}, names=lambda: head)
+    assert load_spec(checkpoint)[0].tied == tied
+
+
 def test_what_no_runner_computes_is_named():
     with pytest.raises(ToolkitError, match=r"config\.json: architectures: DeepseekV32ForCausalLM needs attention to"):
         find_family({"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]})
 
 
 def test_load_spec_names_the_directory(tmp_path):
-    checkpoint = SimpleNamespace(path=tmp_path, config={**CONFIG, "hidden_size": 0})
+    checkpoint = SimpleNamespace(path=tmp_path, config={**CONFIG, "hidden_size": 0}, names=list)
     with pytest.raises(ToolkitError, match=f"{tmp_path}: config.json: hidden_size: found 0"):
         load_spec(checkpoint)
 

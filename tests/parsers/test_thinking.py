@@ -33,6 +33,9 @@ CASES: list[tuple[str, Any, str, str, str]] = [
     ("command_a", None, "<|END_THINKING|><|START_RESPONSE|>Hello.<|END_RESPONSE|>", "", "Hello."),
     ("qwen3", "closed", "</think>\n\nHello.", "", "Hello."),
     ("seed_oss", None, "<seed:think>Hm.</seed:think>Hello.", "Hm.", "Hello."),
+    ("hunyuan", None, "<think>\nHm.\n</think>\n<answer>\nHello.\n\nYou.\n</answer>", "Hm.", "Hello.\n\nYou."),
+    ("hunyuan", None, "<think>Hm.</think>Hello.", "Hm.", "Hello."),
+    ("ernie45", "open", "Hm.\n</think>\n\n<response>\nHello.\n</response>\n", "Hm.", "Hello.\n"),
 ]  # fmt: skip
 
 
@@ -105,6 +108,8 @@ def test_every_format_of_ours_lmdeploy_and_vllm_has_a_name() -> None:
     [
         ("<think>", "qwen3"),
         ("minimax:tool_call <think>", "minimax_m2"),
+        ("<|extra_4|> <|extra_0|> <think>", "hunyuan"),
+        ("<think> <response>", "ernie45"),
         ("[THINK]", "mistral"),
         ("<think> <tool_call> <arg_key>", "glm45"),
         ("{{ messages }}", None),

@@ -106,6 +106,8 @@ CASES: list[Case] = [
     *((name, first + each % "\n a\n" + last, "", [("weather", {"city": "\n a\n"})]) for name, (first, each, last) in TAGGED.items()),
     ("qwen3_coder", f"Well.\n<tool_call>\n{CODER}\n</tool_call>", "Well.", [PARIS]),
     ("qwen3_coder", CODER, "", [PARIS]),
+    ("qwen3_coder", f"Well.<seed:tool_call>\n{CODER}\n</seed:tool_call>", "Well.", [PARIS]),
+    ("qwen3_coder", f"<seed:tool_call>\n{CODER}\n{CODER}\n</seed:tool_call>\n", "", [PARIS, PARIS]),
     ("qwen3_coder", f"<tool_call>\n{CODER}\n{CODER}\n</tool_call>", "", [PARIS, PARIS]),
     ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", [NOW]),
     ("qwen3_coder", "<tool_call><function=weather><parameter=city>\n1\n\n2\n</parameter><parameter=hours>[1, 2]</parameter>"

@@ -115,3 +115,17 @@ def _arguments(value: Any) -> Any:
             return value
         return parsed if isinstance(parsed, dict) else value
     return {} if value is None else value
+
+
+def with_arguments_as_text(turns: Sequence[Message]) -> list[Message]:
+    """What ``normalise`` made, with the arguments of calls as the JSON text that they came as."""
+    return [
+        {**turn, "tool_calls": [_told(c) for c in turn["tool_calls"]]} if turn.get("tool_calls") else turn
+        for turn in turns
+    ]
+
+
+def _told(call: dict[str, Any]) -> dict[str, Any]:
+    given = call["function"]["arguments"]
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}

@@ -22,7 +22,7 @@ from toolkit.artifacts.text.written import Marks, Written
 from toolkit.chat import builtin, origin
 from toolkit.chat.custom import MODELS
 from toolkit.chat.forged import Apart, told_apart
-from toolkit.chat.messages import PICTURE, Message, normalise
+from toolkit.chat.messages import PICTURE, Message, normalise, with_arguments_as_text
 from toolkit.chat.refusal import TemplateRefusal
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.tool_text import PLUGIN, PLUGIN_ROLE, spell_for_internlm, spell_out, system_in_user
@@ -248,7 +248,19 @@ class ChatTemplate:
         except TemplateRefusal as e:
             raise UsageError(f"messages: the model's chat template refuses them: {e}") from e
         except ValueError as e:
+            if (told := self._with_texts(chosen, turns, values)) is not None:
+                return told
             raise ToolkitError(f"chat template ({self.note}) fails: {e}; choose another by --chat-template") from e
+
+    def _with_texts(self, chosen: str, turns: list[Message], values: dict[str, Any]) -> str | None:
+        """The prompt with the arguments of calls as JSON text, None where that fails too: a template that joins them to
+        other text, as DeepSeek's do, wants them so."""
+        if not any(turn.get("tool_calls") for turn in turns):
+            return None
+        try:
+            return self._rendered(chosen, with_arguments_as_text(turns), values)
+        except (TemplateRefusal, ValueError):
+            return None
 
     def _rendered(self, chosen: str, turns: list[Message], values: dict[str, Any]) -> str:
         given = {

@@ -232,10 +232,10 @@ def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: 
     has as single linears, under their canonical names or as the family spells those, is listed so.
     """
     source = f"{checkpoint.path}: config.json"
-    config = checkpoint.config if config is None else config
+    names = checkpoint.names()
+    config = with_own_head(checkpoint.config if config is None else config, names)
     spec, stored = build(config, source, own)
     check_token_ids(Fields(checkpoint.generation_config, f"{checkpoint.path}: generation_config.json"), spec.vocab_size)
-    names = checkpoint.names()
     modules = {name.rpartition(".")[0] for name in names}
     found: list[StoredTensor] = []
     begins = _begins(find_family(config, source, own).spellings, names)
@@ -247,6 +247,16 @@ def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: 
         else:
             found.append(replace(item, name=_respelled(item.name, begins)))
     return spec, found
+
+
+def with_own_head(config: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Where the whole says that embedding and head are one and its language model that they are not, the weights tell:
+    transformers 5 writes its class's default so over Mistral 3's and InternVL's own heads."""
+    part = config.get("text_config")
+    torn = isinstance(part, dict) and part.get("tie_word_embeddings") is False
+    if torn and config.get("tie_word_embeddings") is True and any("lm_head" in name.split(".") for name in names):
+        return {**config, "tie_word_embeddings": False}
+    return config
 
 
 def _begins(spellings: Sequence[tuple[str, ...]], names: Sequence[str]) -> dict[str, str]:

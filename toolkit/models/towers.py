@@ -11,6 +11,7 @@ from typing import Any
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.decoder import Built
 from toolkit.models.registry import find_family
+from toolkit.models.registry import names as families
 from toolkit.models.spec import DecoderSpec, LayerSpec, Part, StoredTensor
 from toolkit.models.vision import PREFIX, Stage, Tower, VisionSpec, tensors
 
@@ -226,6 +227,8 @@ def language_of(config: Fields, text: str | None = "text_config", default: str =
     if config.has("tie_word_embeddings"):
         tied = config.flag("tie_word_embeddings", False) or own.get("tie_word_embeddings") or False
         values["tie_word_embeddings"] = tied
+    if text == "text_config" and "architectures" not in changes and kind in families():
+        values["architectures"] = None  # transformers goes by model_type: SmolVLM's files name a VLlama3ForCausalLM
     family = find_family(values, config.source if text is None else f"{config.source}: {text}")
     spec, stored = family.build(Fields(values, config.source, part.prefix))
     return replace(spec, family=family.name), stored

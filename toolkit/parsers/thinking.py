@@ -61,12 +61,25 @@ FORMATS = (
         breaks=("<tool_call>",),
     ),
     ReasoningFormat(
+        "hunyuan",
+        *_THINK,
+        signs=(("<|extra_0|>", "<think>"), ("<｜hy_Assistant｜>", "<think>"), ("<｜hy_Assistant｜>", "</think>")),
+        aliases=("hunyuan_a13b",),
+        drop=("<answer>\n", "\n</answer>"),
+    ),
+    ReasoningFormat(
+        "ernie45",
+        *_THINK,
+        signs=(("<think>", "<response>"), ("</think>", "<response>")),
+        drop=("<response>\n", "\n</response>"),
+    ),
+    ReasoningFormat(
         "qwen3",
         *_THINK,
         signs=(("<think>",), ("</think>",)),
         aliases=(
             "default", "qwen_qwq", "intern_s1", "interns2_preview", "qwen3_5", "deepseek_v3",
-            "deepseek_v31", "deepseek_v32", "deepseek_v3.2", "deepseek_v4", "hunyuan", "ernie45", "olmo3", "nemotron",
+            "deepseek_v31", "deepseek_v32", "deepseek_v3.2", "deepseek_v4", "olmo3", "nemotron",
         ),
     ),
     ReasoningFormat("deepseek_r1", *_THINK, aliases=("step3", "deepseek"), open=True),

@@ -217,15 +217,21 @@ def _with_positions(spec: DecoderSpec, config: Path, how: Reading) -> DecoderSpe
     """An artifact's spec with rope and longest context as the user's changes of config.json have them: nothing that was
     packed depends on those. Raises UsageError where more would change."""
     from toolkit.artifacts.json_file import read_json_object
-    from toolkit.models.registry import build
+    from toolkit.models.registry import build, with_own_head
 
-    after, _ = build(how.changed(read_json_object(config)), str(config), how.families)
+    changed = with_own_head(how.changed(read_json_object(config)), _head_of(spec))
+    after, _ = build(changed, str(config), how.families)
     if _packed_part(after.to_json()) != _packed_part(spec.to_json()):
         raise UsageError(
             f"{config.parent}: an engine artifact is packed for its config, of it only positions can change; "
             "give the option with the checkpoint instead"
         )
     return after
+
+
+def _head_of(spec: DecoderSpec) -> list[str]:
+    """The name of a head of its own."""
+    return [] if spec.tied else [spec.head]
 
 
 def _packed_part(value: Any) -> Any:
@@ -368,9 +374,9 @@ def _names_of(opened: Opened) -> Sequence[StoredTensor]:
 def _stored_as(config: Path, spec: DecoderSpec) -> list[StoredTensor]:
     """How the checkpoint that an artifact was made from names its tensors and orders their rows, as adapters do too."""
     from toolkit.artifacts.json_file import read_json_object
-    from toolkit.models.registry import build
+    from toolkit.models.registry import build, with_own_head
 
-    found, stored = build(read_json_object(config), f"{config}")
+    found, stored = build(with_own_head(read_json_object(config), _head_of(spec)), f"{config}")
     if [x.name for x in found.linears()] != [x.name for x in spec.linears()]:
         raise ToolkitError(f"{config}: describes another model than the artifact's spec; convert the model again")
     return stored

@@ -1,8 +1,9 @@
 """fp8 checkpoints, ``quant_method`` "fp8": DeepSeek's tiles of 128 × 128, or one scale a tensor or row.
 
 ``weight`` float8_e4m3fn [out, in]; ``weight_scale_inv`` float32 [ceil(out/128), ceil(in/128)], to be multiplied by, for
-all its name; without ``weight_block_size`` ``weight_scale`` (one number, or [out, 1]) stands in its place. Activations
-are quantized at run time, a scale for each token and 128 inputs.
+all its name; without ``weight_block_size`` that is one number (Ministral 3 and what transformers writes), or
+``weight_scale`` (one number, or [out, 1]) stands in its place. Activations are quantized at run time, a scale for each
+token and 128 inputs; a static ``activation_scale`` is not needed for that.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 METHOD = "fp8"
 BLOCK = (128, 128)
 MAX_BLOCK = 1 << 20
+ONE_SCALE = ("weight_scale", "weight_scale_inv")  # names of that of a whole tensor or of its rows
 
 
 def check_config(quantization: dict[str, Any]) -> None:
@@ -44,7 +46,7 @@ def _block(quantization: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def is_quantized(checkpoint: Checkpoint, name: str) -> bool:
-    return f"{name}.weight_scale_inv" in checkpoint or f"{name}.weight_scale" in checkpoint
+    return any(f"{name}.{x}" in checkpoint for x in ONE_SCALE)
 
 
 def expected(quantization: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[Expected]:
@@ -52,7 +54,8 @@ def expected(quantization: dict[str, Any], name: str, shape: tuple[int, ...]) ->
     block = _block(quantization)
     weight = Expected(f"{name}.weight", shape, ("F8_E4M3",))
     if block is None:
-        return [weight, Expected(f"{name}.weight_scale", (shape[0], 1), FLOATS, also=((), (1,), (shape[0],)))]
+        also = ((), (1,), (shape[0],))
+        return [weight, *(Expected(f"{name}.{x}", (shape[0], 1), FLOATS, True, also) for x in ONE_SCALE)]
     tiles = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
     return [weight, Expected(f"{name}.weight_scale_inv", tiles, ("F32", "BF16"))]
 
@@ -64,7 +67,8 @@ def read_linear(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Bl
     weight = checkpoint.tensor(f"{name}.weight")
     block = _block(checkpoint.quantization or {})
     if block is None:
-        scale = checkpoint.tensor(f"{name}.weight_scale").float().reshape(-1)
+        found = next(f"{name}.{x}" for x in ONE_SCALE if f"{name}.{x}" in checkpoint)
+        scale = checkpoint.tensor(found).float().reshape(-1)
         return Fp8(weight, scale.expand(shape[0]).contiguous())
     return BlockFp8(weight, checkpoint.tensor(f"{name}.weight_scale_inv").float(), block)
 

@@ -184,14 +184,15 @@ def check_dtype(config: Fields) -> None:
 def check_token_ids(config: Fields, vocab: int) -> None:
     """Special tokens must be in the vocabulary: an end that cannot be generated would never come.
 
-    bos and pad may be -1, which older files write for "none".
+    bos and pad may be -1, which older files write for "none". Nothing is padded here, so that a pad may be any number:
+    what transformers saves of a SmolVLM has Idefics 3's, far beyond its own vocabulary.
     """
-    for name, low in (("bos_token_id", -1), ("eos_token_id", 0), ("pad_token_id", -1)):
+    for name, low, stop in (("bos_token_id", -1, vocab), ("eos_token_id", 0, vocab), ("pad_token_id", -1, MAX_VOCAB)):
         value = config.values.get(name)
         if value is None:
             continue
         for one in value if isinstance(value, list) and name == "eos_token_id" else [value]:
-            if isinstance(one, bool) or not isinstance(one, int) or not low <= one < vocab:
+            if isinstance(one, bool) or not isinstance(one, int) or not low <= one < stop:
                 config.fail(name, one, f"a token id below vocab_size ({vocab})")
 
 

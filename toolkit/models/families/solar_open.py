@@ -12,7 +12,8 @@ from toolkit.models.family import Family, Tiny
 
 
 def build(config: Fields) -> Built:
-    dims = read_dims(config, eps=1e-5, head_dim=128, kv_heads=8)
+    sized = config.changed({"intermediate_size": 1})  # no layer is dense
+    dims = read_dims(sized, eps=1e-5, head_dim=128, kv_heads=8)
     return llama_like(
         config,
         dims,

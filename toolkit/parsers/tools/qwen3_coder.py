@@ -1,4 +1,5 @@
-"""Qwen3-Coder, Qwen3.5: ``<tool_call><function=weather><parameter=city>Paris</parameter></function></tool_call>``."""
+"""Qwen3-Coder, Qwen3.5: ``<tool_call><function=weather><parameter=city>Paris</parameter></function></tool_call>``;
+Seed-OSS, with marks of its own around them."""
 
 from __future__ import annotations
 
@@ -19,8 +20,12 @@ def _read(text: str, functions: Functions) -> list[Call]:
 
 FORMAT = ToolFormat(
     name="qwen3_coder",
-    aliases=("qwen3coder", "qwen3_xml", "qwen3_5", "interns2_preview"),
-    marks=(("<tool_call>", "</tool_call>"), ("<function=", "</function>")),
+    aliases=("qwen3coder", "qwen3_xml", "qwen3_5", "interns2_preview", "seed_oss"),
+    marks=(
+        ("<tool_call>", "</tool_call>"),
+        ("<seed:tool_call>", "</seed:tool_call>"),
+        ("<function=", "</function>"),
+    ),
     read=_read,
     parts=_TAGS.parts,
     written=Written(
