@@ -135,8 +135,8 @@ struct LaterAhead {
 
 TK_INLINE F apply_activation(F x, int32_t activation) {
     if (activation == SILU) return fmul(x, fsigmoid(x));
-    if (activation == RELU) return fmax(x, fzero());
-    if (activation == RELU2) return fmul(fmax(x, fzero()), fmax(x, fzero()));
+    if (activation == RELU) return fmax(fzero(), x);  // NaN stays NaN: see fexp
+    if (activation == RELU2) return fmul(fmax(fzero(), x), fmax(fzero(), x));
     if (activation == SIGMOID) return fsigmoid(x);
     if (activation == GELU_TANH) {
         // x * (1 + tanh(u)) / 2 = x * sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)

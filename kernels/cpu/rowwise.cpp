@@ -8,10 +8,14 @@ namespace {
 
 constexpr int64_t GATHER = 1024;  // columns gathered at a time
 
-TK_INLINE F largest(const float* x, int64_t n, F top) {
-    for (int64_t k = 0; k < n; k += 16) top = fmax(top, fabs(fload(x + k)));
+// The greatest |x|, as its bits: of numbers from 0 on they are in the numbers' order, NaN behind them all. A maximum of floats would
+// forget a NaN at the next number.
+TK_INLINE I largest(const float* x, int64_t n, I top) {
+    for (int64_t k = 0; k < n; k += 16) top = imax(top, as_i(fabs(fload(x + k))));
     return top;
 }
+
+TK_INLINE float number_of(I top) { return bits_to_float(uint32_t(hmax(top))); }
 
 // Codes of x, and their sum added to `total`. |x| * inverse is at most 127 after rounding, so that codes are summed as they are.
 TK_INLINE I codes_of(const float* x, int64_t n, F inverse, I total, int8_t* q) {
@@ -25,10 +29,14 @@ TK_INLINE I codes_of(const float* x, int64_t n, F inverse, I total, int8_t* q) {
 
 TK_INLINE F inverse_of(float amax) { return fset1(amax > 1e-30f ? 127.0f / amax : 0.0f); }
 
-TK_INLINE void quantize_group(const float* x, int64_t group, int8_t* q, float* scale, int32_t* sum) {
-    const float amax = hmax(largest(x, group, fzero()));
+TK_INLINE void tell(float amax, I total, float* scale, int32_t* sum) {
     *scale = amax / 127.0f;
-    *sum = hsum(codes_of(x, group, inverse_of(amax), izero(), q));
+    *sum = amax < INFINITY ? hsum(total) : 0;  // codes of what is no number are any
+}
+
+TK_INLINE void quantize_group(const float* x, int64_t group, int8_t* q, float* scale, int32_t* sum) {
+    const float amax = number_of(largest(x, group, izero()));
+    tell(amax, codes_of(x, group, inverse_of(amax), izero(), q), scale, sum);
 }
 
 void quantize_gathered(const float* x, const int32_t* perm, int64_t group, int8_t* q, float* scale, int32_t* sum) {
@@ -38,21 +46,20 @@ void quantize_gathered(const float* x, const int32_t* perm, int64_t group, int8_
         for (int64_t k = 0; k < n; k++) part[k] = x[perm[from + k]];
         return n;
     };
-    F top = fzero();
+    I top = izero();
     for (int64_t k = 0; k < group; k += GATHER) top = largest(part, gather(k), top);
-    const float amax = hmax(top);
+    const float amax = number_of(top);
     I total = izero();
     for (int64_t k = 0; k < group; k += GATHER) {
         const int64_t n = group > GATHER ? gather(k) : group;
         total = codes_of(part, n, inverse_of(amax), total, q + k);
     }
-    *scale = amax / 127.0f;
-    *sum = hsum(total);
+    tell(amax, total, scale, sum);
 }
 
 }  // namespace
 
-// Symmetric int8 by groups: scale = max|x| / 127, q = round(x / scale), sum = sum of q.
+// Symmetric int8 by groups: scale = max|x| / 127, q = round(x / scale), sum = sum of q. Where a group holds NaN its scale is NaN.
 void quantize(const float* x, const int32_t* perm, int64_t group, int64_t g0, int64_t g1, int8_t* q, float* scale,
               int32_t* sum) {
     for (int64_t g = g0; g < g1; g++) {

@@ -42,6 +42,7 @@ TK_INLINE void istore(int32_t* p, I x) {
 TK_INLINE I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 TK_INLINE I isub(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 TK_INLINE I imul(I x, I y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+TK_INLINE I imax(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
 TK_INLINE I ishl(I x, int n) { return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; }
 TK_INLINE I ishr(I x, int n) { return {_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)}; }
 TK_INLINE I ior(I x, I y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
@@ -160,6 +161,12 @@ TK_INLINE int32_t hsum(I x) {
     __m128i b = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     b = _mm_add_epi32(b, _mm_shuffle_epi32(b, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(b, _mm_shuffle_epi32(b, 0xb1)));
+}
+TK_INLINE int32_t hmax(I x) {
+    __m256i a = _mm256_max_epi32(x.a, x.b);
+    __m128i b = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    b = _mm_max_epi32(b, _mm_shuffle_epi32(b, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(b, _mm_shuffle_epi32(b, 0xb1)));
 }
 TK_INLINE F keep_lanes(F x, int lo, int hi, F y) {
     const __m256i n0 = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), n1 = _mm256_add_epi32(n0, _mm256_set1_epi32(8));

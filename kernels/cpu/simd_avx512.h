@@ -36,6 +36,7 @@ TK_INLINE void istore(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
 TK_INLINE I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
 TK_INLINE I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
 TK_INLINE I imul(I a, I b) { return _mm512_mullo_epi32(a, b); }
+TK_INLINE I imax(I a, I b) { return _mm512_max_epi32(a, b); }
 TK_INLINE I ishl(I a, int n) { return _mm512_slli_epi32(a, n); }
 TK_INLINE I ishr(I a, int n) { return _mm512_srli_epi32(a, n); }
 TK_INLINE I ior(I a, I b) { return _mm512_or_si512(a, b); }
@@ -91,6 +92,7 @@ TK_INLINE float hsum(F x) {
 }
 TK_INLINE float hmax(F x) { return _mm512_reduce_max_ps(x); }
 TK_INLINE int32_t hsum(I x) { return _mm512_reduce_add_epi32(x); }
+TK_INLINE int32_t hmax(I x) { return _mm512_reduce_max_epi32(x); }
 // lanes whose index lies in [lo, hi) keep x, the others take y
 TK_INLINE F keep_lanes(F x, int lo, int hi, F y) {
     uint32_t h = hi >= 16 ? 0xffffu : hi <= 0 ? 0u : (1u << hi) - 1u;

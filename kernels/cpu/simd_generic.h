@@ -41,6 +41,7 @@ TK_INLINE void istore(int32_t* p, I x) { memcpy(p, x.v, 64); }
 TK_INLINE I iadd(I x, I y) { TK_LANES(I, int32_t(uint32_t(x.v[i]) + uint32_t(y.v[i]))); }
 TK_INLINE I isub(I x, I y) { TK_LANES(I, int32_t(uint32_t(x.v[i]) - uint32_t(y.v[i]))); }
 TK_INLINE I imul(I x, I y) { TK_LANES(I, int32_t(uint32_t(x.v[i]) * uint32_t(y.v[i]))); }
+TK_INLINE I imax(I x, I y) { TK_LANES(I, x.v[i] > y.v[i] ? x.v[i] : y.v[i]); }
 TK_INLINE I ishl(I x, int n) { TK_LANES(I, int32_t(uint32_t(x.v[i]) << n)); }
 TK_INLINE I ishr(I x, int n) { TK_LANES(I, int32_t(uint32_t(x.v[i]) >> n)); }
 TK_INLINE I ior(I x, I y) { TK_LANES(I, x.v[i] | y.v[i]); }
@@ -95,6 +96,11 @@ TK_INLINE int32_t hsum(I x) {
     uint32_t s = 0;
     for (int i = 0; i < 16; i++) s += uint32_t(x.v[i]);
     return int32_t(s);
+}
+TK_INLINE int32_t hmax(I x) {
+    int32_t m = x.v[0];
+    for (int i = 1; i < 16; i++) m = x.v[i] > m ? x.v[i] : m;
+    return m;
 }
 TK_INLINE F keep_lanes(F x, int lo, int hi, F y) { TK_LANES(F, i >= lo && i < hi ? x.v[i] : y.v[i]); }
 #undef TK_LANES

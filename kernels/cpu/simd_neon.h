@@ -60,6 +60,7 @@ TK_INLINE void istore(int32_t* p, I x) {
 TK_INLINE I iadd(I x, I y) { return TK_MAP2(vaddq_s32, x, y); }
 TK_INLINE I isub(I x, I y) { return TK_MAP2(vsubq_s32, x, y); }
 TK_INLINE I imul(I x, I y) { return TK_MAP2(vmulq_s32, x, y); }
+TK_INLINE I imax(I x, I y) { return TK_MAP2(vmaxq_s32, x, y); }
 TK_INLINE I ishl(I x, int n) { return TK_MAP2(vshlq_s32, x, iset1(n)); }
 TK_INLINE int32x4_t shifted(int32x4_t x, int32x4_t n) { return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(x), n)); }
 TK_INLINE I ishr(I x, int n) { return TK_MAP2(shifted, x, iset1(-n)); }
@@ -193,6 +194,7 @@ TK_INLINE float hsum(F x) {
 }
 TK_INLINE float hmax(F x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.a, x.c), vmaxq_f32(x.b, x.d))); }
 TK_INLINE int32_t hsum(I x) { return vaddvq_s32(vaddq_s32(vaddq_s32(x.a, x.c), vaddq_s32(x.b, x.d))); }
+TK_INLINE int32_t hmax(I x) { return vmaxvq_s32(vmaxq_s32(vmaxq_s32(x.a, x.c), vmaxq_s32(x.b, x.d))); }
 TK_INLINE float32x4_t keep_lanes(float32x4_t x, int32x4_t lane, int lo, int hi, float32x4_t y) {
     return vbslq_f32(vandq_u32(vcgeq_s32(lane, vdupq_n_s32(lo)), vcltq_s32(lane, vdupq_n_s32(hi))), x, y);
 }

@@ -7,6 +7,8 @@ import json
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -233,6 +235,41 @@ def test_an_adapter_is_read_while_others_run(
     with pytest.raises(RunnerError, match=r"adapter_model\.safetensors"):
         alone(support, runner, ids(9, 0), 0)
     np.testing.assert_array_equal(alone(support, runner, ids(9, 0)), base)
+
+
+_CROWDED = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from toolkit.runners.base import RunnerError, RunnerOptions
+from toolkit.runners.choose import open_runner
+sys.path.insert(0, sys.argv[1])
+import steps
+options = RunnerOptions(device="cpu", dtype="float32", block_size=16, threads=1)
+runner = open_runner(Path(sys.argv[2]), backend="turbomind", options=options)[0]
+driver = steps.Driver(runner)
+runner.add_adapter(0, sys.argv[3])
+runner.read_adapter(1, sys.argv[4])
+assert runner.adapter_ready(1, 60)
+def found():
+    return driver.step({driver.add(): [7] * 300}, "all", adapter=np.array([0], np.int32)).logits
+before = found()
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (40 << 20),) * 2)
+try:
+    runner.add_adapter(1, sys.argv[4])
+except RunnerError as error:
+    print(error, np.array_equal(found(), before))
+"""
+
+
+def test_one_that_memory_does_not_hold_leaves_the_others(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    """What is made of 512 rows in 4096 ranks takes more than the process may have."""
+    model, write = tiny_models("llama"), support("adapters").write_adapter
+    made = [write(tmp_path / str(rank), model, "q_proj", rank=rank) for rank in (4, 4096)]
+    command = [sys.executable, "-c", _CROWDED, str(Path(__file__).parents[1] / "support"), str(model), *map(str, made)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.strip() == "out of memory True", done.stderr
 
 
 def test_an_adapter_that_leaves_is_there_until_no_step_reads_it() -> None:

@@ -64,6 +64,21 @@ def test_quantization_of_activations(ops: Any) -> None:
     np.testing.assert_array_equal(ops.quantize(x, 64, order)[0], ops.quantize(np.ascontiguousarray(x[:, order]), 64)[0])
 
 
+def test_what_is_no_number_stays_none(ops: Any, quantize_groups: Any) -> None:
+    """Beside numbers too: a maximum forgets it."""
+    x, order = random((3, 256), 1), np.random.default_rng(0).permutation(256).astype(np.int32)
+    x[0, 3] = x[1, 130] = np.nan
+    for perm in (None, order):
+        scale = ops.quantize(x, 64, perm)[1]
+        none = np.isnan(x if perm is None else x[:, perm]).reshape(3, -1, 64).any(-1)
+        np.testing.assert_array_equal(np.isnan(scale), none)
+    y = ops.linear(pack_weight(quantize_groups(torch.from_numpy(random((48, 256), 2)), 64)), x)
+    np.testing.assert_array_equal(np.isnan(y), np.repeat([[True], [True], [False]], 48, 1))
+    for activation in (0, 1, 2, 3, 5, 6, 7):
+        found = ops.in_place("tk_op_activate", x[0, :16].copy(), c_int64(16), c_int32(activation))
+        assert np.isnan(found).nonzero()[0].tolist() == [3]
+
+
 @pytest.mark.parametrize("bits, group, form, dtype", INTEGER)
 def test_integer_linear(bits, group, form, dtype, ops, quantize_groups) -> None:
     rows, cols = 232, 384  # 8, 4, 2 and 1 tiles side by side, the last one half full

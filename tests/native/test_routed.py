@@ -14,6 +14,7 @@ import pytest
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
+from toolkit.errors import UsageError
 from toolkit.models.registry import load_spec
 from toolkit.models.routed import ROUTED
 from toolkit.models.spec import DecoderSpec
@@ -110,4 +111,17 @@ def test_tokens_that_are_not_there_are_refused(tiny_models: Any, support: Any) -
     driver = support("steps").Driver(runner)
     with pytest.raises(RunnerError, match="routed"):
         driver.step({driver.add(): [7, 8]}, routed=np.asarray([2], np.int32))
+    runner.close()
+
+
+def test_adapters_that_come_later_are_refused_too(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    """Beside a row that has one, pictures' tokens would be computed as words."""
+    model = tiny_models("cogvlm")
+    made = support("adapters").write_adapter(tmp_path / "made", model, "language_mlp.down_proj")
+    options = RunnerOptions(device="cpu", dtype="float32", block_size=16, threads=1)
+    runner, _ = open_runner(model, backend="turbomind", options=options)
+    runner.load_weights()
+    with pytest.raises(UsageError, match="whose pictures have linears of their own"):
+        runner.add_adapter(0, made)
+    assert not runner.adapter_numbers
     runner.close()

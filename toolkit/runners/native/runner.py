@@ -38,7 +38,7 @@ from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.native.program import Program, build_program
 from toolkit.runners.native.share import Parts, Share
 from toolkit.runners.native.stepper import Running, Stepper
-from toolkit.runners.native.support import unsupported
+from toolkit.runners.native.support import no_adapters, unsupported
 from toolkit.runners.native.towers.encoders import open_encoder
 from toolkit.runners.native.towers.tower import NativeEncoder, uncovered
 from toolkit.runners.routes import by_layer
@@ -173,10 +173,12 @@ class NativeRunner:
 
     def add_adapter(self, number: int, path: Path | str) -> None:
         """The adapter in a directory, which ``StepBatch.adapter`` names ``number`` from now on. Raises ToolkitError
-        where it cannot be read or is of another model."""
+        where it cannot be read or is of another model, UsageError where the model takes none."""
         self._adapter_paths[number] = Path(path)
         self._coming_adapters.pop(number, None)
         try:
+            if reason := no_adapters(self.spec):
+                raise UsageError(f"adapter {path}: the native runner cannot use it: {reason}")
             if self._model is not None:
                 self._shelf.need([number])
         except Exception:

@@ -60,13 +60,16 @@ void find_factors(const Ops& ops, const Linear& base, const Change& c, const flo
 
 void Lowered::grow(int64_t rows, int64_t rank) {
     if (rows <= rows_ && rank <= ld_) return;
-    rows_ = std::max(rows, rows_);
-    ld_ = std::max(pad16(rank), ld_);
-    numbers_ = Pages(PLACES * rows_ * ld_ * 4 + 128);
-    codes_ = Pages(PLACES * rows_ * ld_ + 128);
-    scales_ = Pages(PLACES * rows_ * groups() * 4 + 128);
-    sums_ = Pages(PLACES * rows_ * groups() * 4 + 128);
-    states_ = std::make_unique<std::atomic<uint64_t>[]>(size_t(PLACES * rows_));
+    Lowered made;  // where memory does not hold it this one stays as it is
+    made.serial_ = serial_;
+    made.rows_ = std::max(rows, rows_);
+    made.ld_ = std::max(pad16(rank), ld_);
+    made.numbers_ = Pages(PLACES * made.rows_ * made.ld_ * 4 + 128);
+    made.codes_ = Pages(PLACES * made.rows_ * made.ld_ + 128);
+    made.scales_ = Pages(PLACES * made.rows_ * made.groups() * 4 + 128);
+    made.sums_ = Pages(PLACES * made.rows_ * made.groups() * 4 + 128);
+    made.states_ = std::make_unique<std::atomic<uint64_t>[]>(size_t(PLACES * made.rows_));
+    *this = std::move(made);
 }
 
 InputBuffer Lowered::rows(int site, int64_t row) const {
