@@ -180,12 +180,33 @@ def test_a_replica_that_dies_ends_its_streams_with_an_event() -> None:
     run(go())
 
 
-def test_half_a_whole_answer_is_not_taken_for_a_whole_one() -> None:
+def test_half_a_whole_answer_is_asked_for_once_more(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody has seen anything of it, and the log has a line for each replica that is gone."""
+
     async def go() -> None:
         head = {**START, "headers": [(b"content-type", b"application/json"), (b"content-length", b"9")]}
-        async with client(Fake("a", [[head, body(b"{"), Gone("killed")]])) as http:
-            with pytest.raises(Exception):  # noqa: B017  # as a server ends the connection
-                await http.post(CHAT, json={"model": "a"})
+        one = Fake("a", [[head, body(b"{"), Gone("killed")], [head, body(b'{"a": '), body(b"10}", False)]])
+        async with client(one) as http:
+            assert (await http.post(CHAT, json={"model": "a"})).json() == {"a": 10}
+            assert len(one.seen) == 2
+            one.answers = [[head, Gone("killed")]]
+            found = await http.post(CHAT, json={"model": "a"})
+            assert (found.status_code, found.json()["error"]["code"]) == (503, "no_node")
+        assert [(record.message, record.exc_info) for record in caplog.records] == [
+            ("a replica is gone: killed", None)
+        ] * 3
+
+    run(go())
+
+
+def test_what_fails_behind_a_whole_answer_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """As where a mistake of a route is told first, and raised then."""
+
+    async def go() -> None:
+        async with client(Fake("a", [[*whole(b"data: x\n\n"), Gone("RuntimeError")]])) as http:
+            found = await http.post(CHAT, json={"model": "a"})
+            assert (found.status_code, found.text) == (200, "data: x\n\n")
+        assert not caplog.records
 
     run(go())
 
