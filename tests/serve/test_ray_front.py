@@ -112,6 +112,33 @@ def test_a_request_goes_to_its_models_replicas_and_its_answer_comes_back() -> No
     run(go())
 
 
+def test_requests_that_name_an_adapter_at_once_share_one_look_at_the_names() -> None:
+    """None of them is told that there is no such name while the first one's look is under way."""
+
+    @dataclass
+    class Slow(Fake):
+        looks: int = 0
+
+        async def stream(self, asked: Asked) -> AsyncGenerator[list[Message], None]:
+            if asked.target == "/v1/models":
+                self.looks += 1
+                await asyncio.sleep(0.05)
+            async for messages in super().stream(asked):
+                yield messages
+
+    async def go() -> None:
+        a, b = Slow("a", [whole()], adapters=("tune",)), Slow("b", [whole()])
+        async with client(a, b) as http:
+            found = await asyncio.gather(*(http.post(CHAT, json={"model": "tune"}) for _ in range(4)))
+            assert ([one.status_code for one in found], a.looks, len(a.seen)) == ([200] * 4, 1, 4)
+        a, b = Slow("a", [whole()]), Slow("b", [whole()], healthy=False)
+        async with client(a, b) as http:
+            found = await asyncio.gather(*(http.post(CHAT, json={"model": "tune"}) for _ in range(4)))
+            assert [one.status_code for one in found] == [503] * 4  # b may have it
+
+    run(go())
+
+
 def test_users_have_turns_at_the_places_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray itself serves first come, first served; and a full queue has room for who has little of it."""
 

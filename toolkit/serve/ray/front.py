@@ -70,7 +70,8 @@ class Fleet:
         self._places = {name: Places(places) for name in models}
         self._most = most
         self._names: dict[str, str] = {}  # adapters and others, and whose they are
-        self._looked = float("-inf")
+        self._look: asyncio.Task[list[dict[str, Any]]] | None = None  # at which names there are, the last one
+        self._looked = float("-inf")  # when it began
         self._shunned: dict[str, float] = {}  # replicas, and until when
 
     @property
@@ -79,8 +80,10 @@ class Fleet:
 
     async def find(self, name: str | None) -> tuple[str, Replicas]:
         """(the model's own name, its replicas); the first model where no name is given."""
-        if name is not None and self._owner(name) is None and time.monotonic() - self._looked > NAMES_S:
-            await self.cards()
+        if name is not None and self._owner(name) is None:
+            if self._look is None or (self._look.done() and time.monotonic() - self._looked > NAMES_S):
+                self._look, self._looked = asyncio.create_task(self.cards()), time.monotonic()
+            await asyncio.shield(self._look)  # whoever else asks meanwhile waits for it, too
         owner = next(iter(self.models)) if name is None else self._owner(name)
         if owner is None:
             raise not_served(name, self.names)
@@ -111,7 +114,6 @@ class Fleet:
 
     async def cards(self) -> list[dict[str, Any]]:
         """What each model's replicas say of it in /v1/models. Raises ApiError 503 where one does not answer."""
-        self._looked = time.monotonic()
         found = await asyncio.gather(*(_whole(one, "/v1/models") for one in self.models.values()))
         cards: dict[str, dict[str, Any]] = {}
         for model, (status, body) in zip(self.models, found, strict=True):
