@@ -235,6 +235,18 @@ def test_a_model_whose_own_name_ends_as_ollama_s_do() -> None:
     run(go)
 
 
+def test_what_a_model_is_tells_a_node_that_serves_it() -> None:
+    async def go() -> None:
+        async with world(FakeNode(), FakeNode(models=("n",))) as w:
+            for _ in range(4):
+                assert (await w.client.get("/v1/models/n")).status_code == 200
+            assert [len(node.asked) for node in w.nodes] == [0, 4]
+            unknown = await w.client.get("/v1/models/x")
+            assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+    run(go)
+
+
 def test_pieces_arrive_as_they_come() -> None:
     async def go() -> None:
         go_on, seen = asyncio.Semaphore(0), 0
@@ -698,7 +710,7 @@ HIDDEN = [
 @pytest.mark.parametrize("target", HIDDEN)
 def test_no_path_hides_another(target: str) -> None:
     async def go() -> None:
-        async with world(FakeNode()) as w:
+        async with world(FakeNode(models=("m", "a b", "a/b"))) as w:
             assert await raw_status(w.client.base_url, target) == 404
             assert {path for path, _, _ in w.nodes[0].seen} <= {"/health", "/v1/models"}
             for good in ("/v1/responses/resp_1?a=%2e%2e", "/v1/models/a%20b", "/v1/models/a/b"):

@@ -101,6 +101,7 @@ def test_a_request_goes_to_its_models_replicas_and_its_answer_comes_back() -> No
             assert (await http.post(CHAT, json={"messages": []})).text == "data: a\n\n"  # the first where none is named
             names = [card["id"] for card in (await http.get("/v1/models")).json()["data"]]
             assert names == ["a", "tune", "b"]
+            assert (await http.get("/v1/models/b")).text == "data: b\n\n"
             unknown = await http.post(CHAT, json={"model": "c", "messages": []})
             assert unknown.status_code == 404 and "'a'" in unknown.json()["error"]["message"]
             assert (await http.get("/health")).json() == {"status": "healthy"}
