@@ -723,8 +723,11 @@ def test_no_path_hides_another(target: str) -> None:
 def test_control_of_nodes_does_not_go_through() -> None:
     async def go() -> None:
         async with world(FakeNode()) as w:
-            for path in ("/terminate", "/sleep", "/abort_request", "/anything"):
+            for path in ("/terminate", "/sleep", "/abort_request", "/anything", "/v1/unload_lora_adapter"):
                 assert (await w.client.post(path, json={})).status_code == 404
+            refused = await w.client.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "a"})
+            assert refused.status_code == 404 and "--adapter-dir" in refused.json()["error"]["message"]
+            assert not w.nodes[0].posts
             assert (await w.client.post("/tokenize", json={"prompt": "a"})).status_code == 200
             text = (await w.client.get("/metrics")).text
             assert f'toolkit_proxy:node_up{{node="{w.nodes[0].url}"}} 1.0' in text
