@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -557,6 +559,23 @@ def test_what_replicas_wait_for_is_said_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(run_module, "PATIENCE_S", 0.0)
     ray.serve(artifact(tmp_path / "one"))
     assert ray.did.count("no node has a GPU") == 1
+
+
+def test_a_program_at_the_port_that_speaks_no_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a cluster whose Serve was started with another address."""
+    monkeypatch.setattr(run_module, "LOOK_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            for _ in range(10):
+                one, _ = server.accept()
+                with one:
+                    one.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                    one.recv(1 << 10)
+
+        threading.Thread(target=greet, daemon=True).start()
+        with pytest.raises(ToolkitError, match=r"does not answer there \(SSH-2.0-OpenSSH_9.6\)"):
+            run_module._check_address(f"http://127.0.0.1:{server.getsockname()[1]}")
 
 
 @pytest.mark.parametrize("kind", [UsageError, ToolkitError])
