@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -969,10 +970,50 @@ def test_trouble_with_a_proxy_is_told_once(monkeypatch: pytest.MonkeyPatch, capl
     assert pauses[:6] == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0] and pauses[13:16] == [15.0, 15.0, 2.0]
 
 
+def test_a_proxy_whose_name_is_none_yet_is_looked_for_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where both come up together, the one by the other's name."""
+    asked: list[Any] = []
+    where = [OSError(-2, "Name or service not known"), OSError(-2, "Name or service not known"), "http://10.0.0.4:2"]
+    sleep = asyncio.sleep
+
+    def found(told: Announcement, url: str) -> str:
+        one = where.pop(0)
+        if isinstance(one, OSError):
+            raise one
+        return one
+
+    async def go() -> None:
+        arrived = asyncio.Event()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            asked.append((request.url.path, json.loads(request.content)["url"] if request.content else None))
+            arrived.set()
+            return httpx.Response(200)
+
+        client = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
+        monkeypatch.setattr(announce.httpx, "AsyncClient", client)
+        monkeypatch.setattr(Announcement, "own_address", found)
+        monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0 if seconds < announce.EVERY_S else seconds))
+        task = asyncio.create_task(Announcement("http://proxy:1").repeat(["m"], "http://0.0.0.0:2"))
+        await arrived.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    with caplog.at_level("WARNING", "toolkit.serve"):
+        run(go)
+    assert asked == [("/nodes/add", "http://10.0.0.4:2"), ("/nodes/remove", None)]
+    assert sum("Name or service not known" in record.message for record in caplog.records) == 1
+
+
 def test_a_server_knows_its_address() -> None:
     told = Announcement("http://127.0.0.1:8000")
     assert told.own_address("http://127.0.0.1:5") == "http://127.0.0.1:5"
     assert told.own_address("http://0.0.0.0:5") == "http://127.0.0.1:5"
+    if socket.has_dualstack_ipv6():
+        assert Announcement("http://[::1]:8000").own_address("http://[::]:5") == "http://[::1]:5"
     assert Announcement("http://p:1", None, "https://me:2/").own_address("http://0.0.0.0:5") == "https://me:2"
     with pytest.raises(UsageError, match="--proxy-url"):
         Announcement("p:1").check()
