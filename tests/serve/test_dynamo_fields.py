@@ -39,6 +39,15 @@ def test_every_field_arrives() -> None:
     assert (config.logprobs, config.prompt_logprobs) == (4, 1)
 
 
+def test_an_answer_ends_at_the_client_s_tokens_and_at_the_model_s() -> None:
+    for stops, ends in (
+        ({"stop_token_ids": [9, 2], "stop_token_ids_hidden": [5, 2]}, [2, 5, 9]),
+        ({"stop_token_ids": [9]}, [9]),
+        ({"stop_token_ids": [], "stop_token_ids_hidden": []}, None),
+    ):
+        assert asked(stop_conditions=stops).stop_token_ids == ends
+
+
 @pytest.mark.parametrize(
     ("guided", "kind"),
     [

@@ -35,11 +35,12 @@ def config_of(request: Mapping[str, Any], defaults: GenerationConfig) -> Generat
     if sampling.get("n", 1) != 1:
         raise UsageError(f"n: expected 1, for Dynamo ends an answer with its first choice, found {sampling['n']!r:.40}")
     found = settings.change(defaults, **typed)
+    ends = {*stops.get("stop_token_ids", ()), *stops.get("stop_token_ids_hidden", ())}  # the client's, and the model's
     return replace(
         found,
         max_new_tokens=stops.get("max_tokens"),
         min_new_tokens=stops.get("min_tokens"),
-        stop_token_ids=stops.get("stop_token_ids_hidden") or stops.get("stop_token_ids"),
+        stop_token_ids=sorted(ends) or None,
         logprobs=output.get("logprobs"),
         prompt_logprobs=output.get("prompt_logprobs"),
         response_format=_rule(sampling.get("guided_decoding")),
