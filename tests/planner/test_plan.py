@@ -211,6 +211,10 @@ def test_traces(tmp_path: Path) -> None:
     assert read_trace(theirs, 0) == [Ask(0.0, 4, 1)]
     azure.write_text("arrival_s,ContextTokens,GeneratedTokens\n0.5,4,1\n1.5,6,2\n")
     assert [a.arrival for a in read_trace(azure, 0)] == [0.0, 1.0]
+    for zone in ("", "+00:00"):  # as of 2023, with ticks of 100 ns, and of 2024
+        moments = f"2023-11-16 23:59:59.9799600{zone},4808,10\n2023-11-17 00:00:01.2299600{zone},3180,8\n"
+        azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + moments)
+        assert read_trace(azure, 0) == [Ask(0.0, 4808, 10), Ask(pytest.approx(1.25), 3180, 8)]
 
 
 @pytest.mark.parametrize(
@@ -224,6 +228,10 @@ def test_traces(tmp_path: Path) -> None:
         ('{"arrival": -1, "input_len": 5, "output_len": 5}', "line 2: arrival: expected seconds from 0 up"),
         ('{"input_len": 5, "output_len": 5}', "line 2: expected arrival (seconds)"),
         ('{"arrival": NaN, "input_len": 5, "output_len": 5}', "line 2: arrival: expected a number"),
+        (
+            '{"TIMESTAMP": "noon", "input_len": 5, "output_len": 5}',
+            "line 2: TIMESTAMP: expected a date and time, found",
+        ),
     ],
 )
 def test_a_bad_line_of_a_trace_is_named(line: str, message: str, tmp_path: Path) -> None:
