@@ -222,6 +222,7 @@ def test_traces(tmp_path: Path) -> None:
     [
         ("no JSON", "line 2: expected a JSON object"),
         ("[1]", "line 2: expected a JSON object"),
+        ("[" * 100_000, "line 2: expected a JSON object"),
         ('{"arrival": 1, "input_len": 5}', "line 2: input_len: expected 1 token or more".replace("input", "output")),
         ('{"arrival": 1, "input_len": 0, "output_len": 5}', "line 2: input_len: expected 1 token or more, found 0"),
         ('{"arrival": "soon", "input_len": 5, "output_len": 5}', "line 2: arrival: expected a number, found 'soon'"),

@@ -106,7 +106,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     continue
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise UsageError(f"trace: {path}, line {number}: expected a JSON object ({error})") from None
                 if not isinstance(row, dict):
                     raise UsageError(
