@@ -113,6 +113,17 @@ def test_what_is_around_engines_counts() -> None:
     assert runs[2] == simulate(asks, TIME, Limits(16), 1, replace(around, handing=0.009, handing_token=5e-5), 1)
 
 
+def test_a_goal_that_slow_moments_alone_would_miss_can_be_kept() -> None:
+    """Half of the requests take no longer than on a machine that is always as fast."""
+    more: dict[str, Any] = {"random_input_len": "64", "random_output_len": "16", "replicas": "20", "noise": 0.1}
+    demand = Demand(request_rate=2.0, num_prompts=100, slo=("tpot:p50:22.5",), **more)
+    machine = Machine("m", None, StepTime(0.02, (), (0.001,)), Limits(16), "measured")
+    (answer,) = plan(demand, [machine])
+    assert answer.replicas == 20 and not answer.why
+    (answer,) = plan(replace(demand, slo=("tpot:p50:20",)), [machine])
+    assert "a request alone on an engine takes 21 ms" in answer.why
+
+
 def test_twice_the_load_is_twice_the_requests_in_the_same_time() -> None:
     asks = drawn(0, 50, 3.0, "10:20", "5", 0)
     twice = doubled(asks)

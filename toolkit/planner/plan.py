@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.errors import ToolkitError
@@ -146,8 +146,9 @@ def _never(asks: Sequence[Ask], machine: Machine, slos: Sequence[Slo], around: A
     size, room = longest.input_len + longest.output_len, machine.limits.kv_tokens
     if room is not None and size > room:
         return f"memory: a request of {size:,} tokens, the KV cache holds {room:,} (--kv-tokens, or a larger machine)"
+    even = replace(around, noise=0.0)  # else all of them would have the moment that is drawn first, be it a slow one
     alone = [
-        simulate([Ask(0.0, a.input_len, a.output_len, a.cached)], machine.time, machine.limits, 1, around)
+        simulate([Ask(0.0, a.input_len, a.output_len, a.cached)], machine.time, machine.limits, 1, even)
         for a in _some(asks)
     ]
     for slo in slos:
