@@ -124,6 +124,17 @@ def test_a_goal_that_slow_moments_alone_would_miss_can_be_kept() -> None:
     assert "a request alone on an engine takes 21 ms" in answer.why
 
 
+def test_whether_a_goal_can_be_kept_is_asked_of_all_requests() -> None:
+    """The longest of a hundred says little of the longest hundredth of a thousand."""
+    demand = Demand(
+        request_rate=5.0, random_input_len="lognormal:200:1000", random_output_len="8", slo=("ttft:1200",), seed=2
+    )
+    machine = Machine("m", None, StepTime(0.02, (), (0.001,)), Limits(16), "measured")
+    (answer,) = plan(replace(demand, replicas="200"), [machine])
+    assert answer.run is not None and answer.run.percentile("ttft", 99) < 1.2
+    assert answer.replicas == 200 and not answer.why
+
+
 def test_twice_the_load_is_twice_the_requests_in_the_same_time() -> None:
     asks = drawn(0, 50, 3.0, "10:20", "5", 0)
     twice = doubled(asks)
