@@ -235,6 +235,13 @@ def test_a_device_that_an_artifact_is_not_packed_for(models: dict[str, Path], tm
         (["--to", "docker", "--replicas", "2"], "--replicas: docker has no use for it, k8s, kuberay, ray, dynamo have"),
         (["--to", "ray", "--claim", "mine"], "--claim: ray has no use for it, k8s, kuberay, dynamo have"),
         (["--to", "k8s", "--quant-policy", "auto"], "Invalid value for '--quant-policy'"),
+        (
+            ["--to", "lmdeploy", "--quant-policy", "8"],
+            "--quant-policy: lmdeploy has no use for it, docker, compose, k8s",
+        ),
+        (["--to", "systemd", "--image", "a:b"], "--image: systemd has no use for it, docker, compose, k8s"),
+        (["--to", "dynamo", "--server-port", "80"], "--server-port: dynamo has no use for it, docker"),
+        (["--to", "dynamo", "--device", "cpu"], "--device: dynamo has no use for it, docker"),
     ],
 )
 def test_misuse(flags: list[str], message: str, engine: Path, tmp_path: Path, tool: Any) -> None:

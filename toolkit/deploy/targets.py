@@ -80,6 +80,10 @@ OPTIONS = {
     "replicas": ("k8s", "kuberay", "ray", "dynamo"),
     "secret": ("k8s", "kuberay", "dynamo"),
     "claim": ("k8s", "kuberay", "dynamo"),
+    "quant_policy": tuple(to for to, target in TARGETS.items() if target.reads is OURS),
+    "image": tuple(to for to in TARGETS if to not in ("ray", "systemd")),
+    "server_port": tuple(to for to in TARGETS if to != "dynamo"),
+    "device": tuple(to for to in TARGETS if to != "dynamo"),
 }
 # Where a place does not read a format: the one to convert to, if the place reads that, else "hf".
 TURNED = {
