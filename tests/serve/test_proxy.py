@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -852,6 +853,26 @@ def test_a_lease_ends() -> None:
     now[0] = 20.0
     nodes.drop_expired()
     assert not nodes.find("http://a:1") and nodes.find("http://b:1")
+
+
+def test_a_file_that_cannot_be_written_any_more_ends_no_looks(tmp_path: Path, caplog: Any) -> None:
+    async def go() -> None:
+        folder = tmp_path / "kept"
+        folder.mkdir()
+        async with world(state_file=folder / "nodes.json", allow_nodes_by_client=True) as w:
+            leased, later = await FakeNode().start(), await FakeNode().start()
+            added = await w.client.post("/nodes/add", json={"url": leased.url, "lease": 0.5})
+            assert added.status_code == 200 and added.json()["healthy"]
+            shutil.rmtree(folder)
+            folder.touch()
+            await soon(lambda: not list(w.state.nodes))
+            assert (await w.client.post("/nodes/add", json={"url": later.url})).status_code == 500
+            await w.up(1)
+            leased.kill()
+            later.kill()
+
+    run(go)
+    assert "cannot be written" in caplog.text and "Traceback" not in caplog.text
 
 
 def test_a_node_rests_longer_the_more_often_it_fails() -> None:
