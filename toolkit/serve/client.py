@@ -118,6 +118,8 @@ class APIClient:
                     return
                 for line in reply:
                     data = line.removeprefix(b"data: ").strip()
+                    if data.startswith(b":"):  # a sign of life, where nothing is said for long
+                        continue
                     if data == b"[DONE]":
                         return
                     if data:
