@@ -61,6 +61,23 @@ def test_signs_of_life_in_a_stream_are_no_part_of_it() -> None:
         assert list(client.completions_v1(model="m", prompt="a", stream=True)) == [{"choices": []}]
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (b"SSH-2.0-x\r\n", r"cannot be reached \(SSH-2.0-x"),
+        (b"HTTP/1.1 200 OK\r\n\r\n<html>hi</html>", r"no server of OpenAI's API answers there, found b'<html>hi"),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"models": []}', r"""found b'{"models": \[\]}'"""),
+    ],
+)
+def test_another_program_at_the_address(said: bytes, told: str) -> None:
+    with saying(said) as client, pytest.raises(ToolkitError, match=told):
+        _ = client.available_models
+    if b"models" not in said:
+        for stream in (False, True):
+            with saying(said) as client, pytest.raises(ToolkitError, match=told):
+                list(client.completions_v1(model="m", prompt="a", stream=stream))
+
+
 def test_an_address_with_v1_is_the_same(start: Any) -> None:
     url = start().url
     for address in (url, f"{url}/", f"{url}/v1", f"{url}/v1/"):
