@@ -68,6 +68,8 @@ def test_guided_decoding(guided: dict[str, Any], kind: str) -> None:
     [
         ({"sampling_options": {"use_beam_search": True}}, "use_beam_search: not done here"),
         ({"sampling_options": {"best_of": 3}}, "best_of: not done here"),
+        ({"sampling_options": {"allowed_token_ids": [1]}}, "allowed_token_ids: not done here"),
+        ({"sampling_options": {"bad_words_token_ids": [[1, 2]]}}, "bad_words_token_ids: not done here"),
         ({"sampling_options": {"n": 2}}, "n: expected 1, for Dynamo"),
         ({"sampling_options": {"temperature": 9}}, "temperature"),
         ({"sampling_options": {"guided_decoding": {"structural_tag": {}}}}, "guided_decoding: expected json"),

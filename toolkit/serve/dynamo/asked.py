@@ -15,7 +15,9 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 )  # fmt: skip
 _RULES = {"regex": "regex_schema", "choice": "choice", "grammar": "grammar"}
-_REFUSED = {"use_beam_search": False, "length_penalty": 1, "best_of": 1}  # and what asks for nothing
+_REFUSED: dict[str, Any] = {  # and what asks for nothing
+    "use_beam_search": False, "length_penalty": 1, "best_of": 1, "allowed_token_ids": [], "bad_words_token_ids": [],
+}  # fmt: skip
 
 
 def config_of(request: Mapping[str, Any], defaults: GenerationConfig) -> GenerationConfig:
