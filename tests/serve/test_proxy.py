@@ -894,7 +894,7 @@ def test_a_server_announces_itself() -> None:
             proxy = str(w.client.base_url).rstrip("/")
             told = Announcement(proxy, "operator")
             told.check()
-            task = asyncio.create_task(told.repeat(("m", "adapter"), server.url))
+            task = asyncio.create_task(told.repeat(lambda: ("m", "adapter"), server.url))
             await w.up(1)
             (node,) = w.state.nodes
             assert node.lease and node.url == server.url
@@ -904,6 +904,33 @@ def test_a_server_announces_itself() -> None:
             server.kill()
 
     run(go)
+
+
+def test_adapters_that_come_later_are_announced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a proxy, which has seen them meanwhile, would forget them until it looks again."""
+    told: list[list[str]] = []
+    sleep = asyncio.sleep
+
+    async def go() -> None:
+        names, done = ["m"], asyncio.Event()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/nodes/add":
+                told.append(json.loads(request.content)["status"]["models"])
+                names.append("tune")
+                done.set() if len(told) > 1 else None
+            return httpx.Response(200)
+
+        client = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
+        monkeypatch.setattr(announce.httpx, "AsyncClient", client)
+        monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0))
+        task = asyncio.create_task(Announcement("http://127.0.0.1:1").repeat(lambda: names, "http://127.0.0.1:2"))
+        await done.wait()
+        task.cancel()
+        await asyncio.wait([task])
+
+    run(go)
+    assert told[:2] == [["m"], ["m", "tune"]]
 
 
 def test_a_server_that_ends_before_the_proxy_answers_takes_itself_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -922,7 +949,7 @@ def test_a_server_that_ends_before_the_proxy_answers_takes_itself_back(monkeypat
 
         client = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
         monkeypatch.setattr(announce.httpx, "AsyncClient", client)
-        task = asyncio.create_task(Announcement("http://127.0.0.1:1").repeat(("m",), "http://127.0.0.1:2"))
+        task = asyncio.create_task(Announcement("http://127.0.0.1:1").repeat(lambda: ("m",), "http://127.0.0.1:2"))
         await arrived.wait()
         task.cancel()
         await asyncio.wait([task])
@@ -974,7 +1001,7 @@ def test_trouble_with_a_proxy_is_told_once(monkeypatch: pytest.MonkeyPatch, capl
         client = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
         monkeypatch.setattr(announce.httpx, "AsyncClient", client)
         monkeypatch.setattr(asyncio, "sleep", passing)
-        task = asyncio.create_task(Announcement("http://p:1").repeat(["m"], "http://me:2"))
+        task = asyncio.create_task(Announcement("http://p:1").repeat(lambda: ["m"], "http://me:2"))
         await done.wait()
         while len(caplog.records) < 5 and not task.done():
             await sleep(0.001)
@@ -1017,7 +1044,7 @@ def test_a_proxy_whose_name_is_none_yet_is_looked_for_again(
         monkeypatch.setattr(announce.httpx, "AsyncClient", client)
         monkeypatch.setattr(Announcement, "own_address", found)
         monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0 if seconds < announce.EVERY_S else seconds))
-        task = asyncio.create_task(Announcement("http://proxy:1").repeat(["m"], "http://0.0.0.0:2"))
+        task = asyncio.create_task(Announcement("http://proxy:1").repeat(lambda: ["m"], "http://0.0.0.0:2"))
         await arrived.wait()
         task.cancel()
         await asyncio.wait([task])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -55,15 +55,14 @@ class Announcement:
             host = probe.getsockname()[0]
         return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"
 
-    async def repeat(self, models: Sequence[str], url: str) -> None:
-        """Tell the proxy of this server, which listens at ``url`` and serves ``models``, until cancelled; then that it
-        is gone. A proxy that is away, or refuses, is tried again, after growing pauses; the log says so once, and once
-        that it is back."""
+    async def repeat(self, models: Callable[[], Sequence[str]], url: str) -> None:
+        """Tell the proxy of this server, which listens at ``url`` and serves ``models()`` then, until cancelled; then
+        that it is gone. A proxy that is away, or refuses, is tried again, after growing pauses; the log says so once,
+        and once that it is back."""
         proxy, own = checked(self.proxy_url), ""
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
-        body = {"status": {"models": list(models)}, "lease": LEASE_S}
         async with httpx.AsyncClient(
             headers=headers, timeout=PATIENCE_S, trust_env=False, verify=tls.checking()
         ) as http:
@@ -74,7 +73,8 @@ class Announcement:
                     try:
                         own = own or await asyncio.to_thread(self.own_address, url)
                         has = True  # it may have it, where this ends while it still reads
-                        found = await _tell(http, proxy, {"url": own, **body})
+                        body = {"url": own, "status": {"models": list(models())}, "lease": LEASE_S}
+                        found = await _tell(http, proxy, body)
                     except OSError as error:  # its name is none yet, as where it comes up at the same time
                         found = f"cannot be found ({error})"
                     has = not found
