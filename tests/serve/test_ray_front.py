@@ -21,6 +21,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from toolkit.base import ray as ray_here
+from toolkit.base.record import plain
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.http.access.keys import ApiKeys
@@ -29,13 +30,14 @@ from toolkit.serve.http.replies import json_response
 from toolkit.serve.http.sharing.places import Places
 from toolkit.serve.proxy.forward import Incoming
 from toolkit.serve.proxy.strategies import Sent, uneven
+from toolkit.serve.ray import replica as replica_module
 from toolkit.serve.ray import run as run_module
 from toolkit.serve.ray.asked import Asked
 from toolkit.serve.ray.front import Busy, Gone, create_app
 from toolkit.serve.ray.metrics import merged
 from toolkit.serve.ray.options import RaySettings
 from toolkit.serve.ray.plan import Model, Plan
-from toolkit.serve.ray.replica import Message, answered
+from toolkit.serve.ray.replica import Message, Replica, answered
 
 CHAT = "/v1/chat/completions"
 START: Message = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
@@ -420,6 +422,26 @@ def test_replicas_are_told_what_requests_may_show() -> None:
     settings = RaySettings(**told)
     settings.check()
     assert {name: getattr(settings.of_replica("tiny"), name) for name in told} == told
+
+
+def test_a_replica_has_the_adapters_of_its_folder_before_the_first_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be for one of them, as where it has come up under load."""
+    folder, loaded = tmp_path / "adapters", dict[str, Path]()
+    (folder / "tune").mkdir(parents=True)
+    (folder / "tune" / "adapter_config.json").write_text("{}")
+    engine = SimpleNamespace(close=lambda: None, adapters=SimpleNamespace(load=lambda name, path: None))
+    state = SimpleNamespace(model_names=("one",), settings=SimpleNamespace(adapters=()), engine=engine, loaded=loaded)
+    monkeypatch.setattr(replica_module, "check", lambda *given: None)
+    monkeypatch.setattr(replica_module, "Renderer", lambda: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(replica_module.AsyncEngine, "open", lambda *given, **more: engine)
+    monkeypatch.setattr(
+        replica_module, "app_of", lambda *given, **more: SimpleNamespace(state=SimpleNamespace(server=state))
+    )
+    model = Model.of(str(artifact(tmp_path / "one")), TurbomindEngineConfig(), None)
+    Replica(plain(model), plain(RaySettings(adapter_dir=folder)), "r1")
+    assert loaded == {"tune": folder / "tune"}
 
 
 def test_a_replica_with_other_files_says_so(tmp_path: Path) -> None:
