@@ -11,17 +11,19 @@ import pytest
 
 from toolkit.batch import actors
 from toolkit.batch.actors import About, Gone, Spread
+from toolkit.errors import ToolkitError
 from toolkit.serve.openai.batches.ask import Answer, ask
 
 
 @dataclass
 class FakeActor:
     """``die_at``: the call at which it ends; it is there again after ``dead`` looks. ``hangs``: says nothing until
-    it is ended."""
+    it is ended; ``given_up``: refuses all until then."""
 
     die_at: Sequence[int] = ()
     dead: int = 1
     hangs: bool = False
+    given_up: bool = False
     calls: int = 0
     answered: list[bytes] = field(default_factory=list)
     most: int = 0
@@ -34,6 +36,8 @@ class FakeActor:
         self.calls += 1
         if self.calls in self.die_at:
             raise Gone("killed")
+        if self.given_up:
+            return 503, b"", "id"
         self.now += 1
         self.most = max(self.most, self.now)
         if self.hangs:
@@ -47,12 +51,15 @@ class FakeActor:
     async def about(self) -> About:
         if self.hangs and not self.ended.is_set():
             await self.ended.wait()
+        if self.given_up:
+            raise ToolkitError("the engine ended (killed)")
         if self.dead:
             self.dead -= 1
             raise Gone("not there yet")
         return About("m", 64, 4)
 
     def end(self) -> None:
+        self.given_up = False
         self.ended.set()
 
 
@@ -103,5 +110,21 @@ def test_an_engine_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> No
         found = await lines(Spread(made), 8)
         assert {one.status for one in found} == {200} and len(made[1].answered) == 8
         assert made[0].ended.is_set()
+
+    run(go())
+
+
+def test_an_engine_that_is_given_up_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses at once, so it has the least to do, and would get every line."""
+    monkeypatch.setattr(actors, "LOOK_S", 0.01)
+
+    async def go() -> None:
+        made = [FakeActor(given_up=True, dead=0), FakeActor()]
+        spread = Spread(made)
+        assert 503 in {one.status for one in await lines(spread, 4)}
+        async with asyncio.timeout(30):
+            while 503 in {one.status for one in await lines(spread, 4)}:
+                await asyncio.sleep(0.01)
+        assert made[0].ended.is_set() and made[0].answered
 
     run(go())

@@ -179,6 +179,14 @@ def test_other_engines_get_a_script_and_a_container(to: str, models: dict[str, P
     assert done.memory.plan.session_len == 100
 
 
+def test_llama_cpp_on_a_gpu_has_its_makers_image_for_one(models: dict[str, Path], tmp_path: Path) -> None:
+    for device, image in (("cpu", "llama.cpp:server"), ("cuda", "llama.cpp:server-cuda")):
+        deploy(str(models["gguf"]), tmp_path / device, to="llama.cpp", asked=Deployment(device=device))
+        server = read(tmp_path / device / "compose.yaml")[0]["services"]["server"]
+        assert server["image"] == f"ghcr.io/ggml-org/{image}"
+        assert ("reservations" in server["deploy"]["resources"]) == (device == "cuda")
+
+
 def test_dynamo_s_graph(models: dict[str, Path], tmp_path: Path) -> None:
     deploy(str(models["fp8"]), tmp_path / "out", to="dynamo", asked=Deployment(replicas=3, secret="hub"))
     (graph,) = read(tmp_path / "out/graph.yaml")
@@ -235,6 +243,13 @@ def test_a_device_that_an_artifact_is_not_packed_for(models: dict[str, Path], tm
         (["--to", "docker", "--replicas", "2"], "--replicas: docker has no use for it, k8s, kuberay, ray, dynamo have"),
         (["--to", "ray", "--claim", "mine"], "--claim: ray has no use for it, k8s, kuberay, dynamo have"),
         (["--to", "k8s", "--quant-policy", "auto"], "Invalid value for '--quant-policy'"),
+        (
+            ["--to", "lmdeploy", "--quant-policy", "8"],
+            "--quant-policy: lmdeploy has no use for it, docker, compose, k8s",
+        ),
+        (["--to", "systemd", "--image", "a:b"], "--image: systemd has no use for it, docker, compose, k8s"),
+        (["--to", "dynamo", "--server-port", "80"], "--server-port: dynamo has no use for it, docker"),
+        (["--to", "dynamo", "--device", "cpu"], "--device: dynamo has no use for it, docker"),
     ],
 )
 def test_misuse(flags: list[str], message: str, engine: Path, tmp_path: Path, tool: Any) -> None:

@@ -485,3 +485,11 @@ def test_engines_without_a_way_to_each_other_say_so(fake: Any) -> None:
     with pytest.raises(ToolkitError, match="expected 32 hexadecimal digits"):
         core.use_source("../../etc", "", False)
     core.close()
+    for backend, told in (
+        ("shm", "it is not in this machine's memory, and by migration_backend no address is asked here"),
+        ("tcp", "it lends at no address"),
+    ):
+        core = fake.make_core(moving=hand(lends=False, secret=None, backends=(backend,)))
+        with pytest.raises(ToolkitError, match=f"cannot be reached: {told}$"):
+            core.use_source("0" * 32, "127.0.0.1:1" if backend == "shm" else "", False)
+        core.close()

@@ -113,6 +113,28 @@ def test_what_is_around_engines_counts() -> None:
     assert runs[2] == simulate(asks, TIME, Limits(16), 1, replace(around, handing=0.009, handing_token=5e-5), 1)
 
 
+def test_a_goal_that_slow_moments_alone_would_miss_can_be_kept() -> None:
+    """Half of the requests take no longer than on a machine that is always as fast."""
+    more: dict[str, Any] = {"random_input_len": "64", "random_output_len": "16", "replicas": "20", "noise": 0.1}
+    demand = Demand(request_rate=2.0, num_prompts=100, slo=("tpot:p50:22.5",), **more)
+    machine = Machine("m", None, StepTime(0.02, (), (0.001,)), Limits(16), "measured")
+    (answer,) = plan(demand, [machine])
+    assert answer.replicas == 20 and not answer.why
+    (answer,) = plan(replace(demand, slo=("tpot:p50:20",)), [machine])
+    assert "a request alone on an engine takes 21 ms" in answer.why
+
+
+def test_whether_a_goal_can_be_kept_is_asked_of_all_requests() -> None:
+    """The longest of a hundred says little of the longest hundredth of a thousand."""
+    demand = Demand(
+        request_rate=5.0, random_input_len="lognormal:200:1000", random_output_len="8", slo=("ttft:1200",), seed=2
+    )
+    machine = Machine("m", None, StepTime(0.02, (), (0.001,)), Limits(16), "measured")
+    (answer,) = plan(replace(demand, replicas="200"), [machine])
+    assert answer.run is not None and answer.run.percentile("ttft", 99) < 1.2
+    assert answer.replicas == 200 and not answer.why
+
+
 def test_twice_the_load_is_twice_the_requests_in_the_same_time() -> None:
     asks = drawn(0, 50, 3.0, "10:20", "5", 0)
     twice = doubled(asks)
@@ -211,6 +233,10 @@ def test_traces(tmp_path: Path) -> None:
     assert read_trace(theirs, 0) == [Ask(0.0, 4, 1)]
     azure.write_text("arrival_s,ContextTokens,GeneratedTokens\n0.5,4,1\n1.5,6,2\n")
     assert [a.arrival for a in read_trace(azure, 0)] == [0.0, 1.0]
+    for zone in ("", "+00:00"):  # as of 2023, with ticks of 100 ns, and of 2024
+        moments = f"2023-11-16 23:59:59.9799600{zone},4808,10\n2023-11-17 00:00:01.2299600{zone},3180,8\n"
+        azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + moments)
+        assert read_trace(azure, 0) == [Ask(0.0, 4808, 10), Ask(pytest.approx(1.25), 3180, 8)]
 
 
 @pytest.mark.parametrize(
@@ -218,12 +244,17 @@ def test_traces(tmp_path: Path) -> None:
     [
         ("no JSON", "line 2: expected a JSON object"),
         ("[1]", "line 2: expected a JSON object"),
+        ("[" * 100_000, "line 2: expected a JSON object"),
         ('{"arrival": 1, "input_len": 5}', "line 2: input_len: expected 1 token or more".replace("input", "output")),
         ('{"arrival": 1, "input_len": 0, "output_len": 5}', "line 2: input_len: expected 1 token or more, found 0"),
         ('{"arrival": "soon", "input_len": 5, "output_len": 5}', "line 2: arrival: expected a number, found 'soon'"),
         ('{"arrival": -1, "input_len": 5, "output_len": 5}', "line 2: arrival: expected seconds from 0 up"),
         ('{"input_len": 5, "output_len": 5}', "line 2: expected arrival (seconds)"),
         ('{"arrival": NaN, "input_len": 5, "output_len": 5}', "line 2: arrival: expected a number"),
+        (
+            '{"TIMESTAMP": "noon", "input_len": 5, "output_len": 5}',
+            "line 2: TIMESTAMP: expected a date and time, found",
+        ),
     ],
 )
 def test_a_bad_line_of_a_trace_is_named(line: str, message: str, tmp_path: Path) -> None:

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -30,6 +34,48 @@ def test_errors(start: Any) -> None:
         list(client.completions_v1(model="echo", prompt="abc", stream=True))
     with pytest.raises(ToolkitError, match="cannot be reached"):
         _ = APIClient("http://127.0.0.1:1").available_models
+
+
+@contextmanager
+def saying(answer: bytes) -> Iterator[APIClient]:
+    """A client of a program that says ``answer`` to whoever comes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def say() -> None:
+            while True:
+                try:
+                    one, _ = server.accept()
+                except OSError:
+                    return
+                with one:
+                    one.recv(1 << 16)
+                    one.sendall(answer)
+
+        threading.Thread(target=say, daemon=True).start()
+        yield APIClient(f"http://127.0.0.1:{server.getsockname()[1]}")
+
+
+def test_signs_of_life_in_a_stream_are_no_part_of_it() -> None:
+    events = b': ping\n\ndata: {"choices": []}\n\n: ping\n\ndata: [DONE]\n\n'
+    with saying(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + events) as client:
+        assert list(client.completions_v1(model="m", prompt="a", stream=True)) == [{"choices": []}]
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (b"SSH-2.0-x\r\n", r"cannot be reached \(SSH-2.0-x"),
+        (b"HTTP/1.1 200 OK\r\n\r\n<html>hi</html>", r"no server of OpenAI's API answers there, found b'<html>hi"),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"models": []}', r"""found b'{"models": \[\]}'"""),
+    ],
+)
+def test_another_program_at_the_address(said: bytes, told: str) -> None:
+    with saying(said) as client, pytest.raises(ToolkitError, match=told):
+        _ = client.available_models
+    if b"models" not in said:
+        for stream in (False, True):
+            with saying(said) as client, pytest.raises(ToolkitError, match=told):
+                list(client.completions_v1(model="m", prompt="a", stream=stream))
 
 
 def test_an_address_with_v1_is_the_same(start: Any) -> None:

@@ -39,6 +39,15 @@ def test_every_field_arrives() -> None:
     assert (config.logprobs, config.prompt_logprobs) == (4, 1)
 
 
+def test_an_answer_ends_at_the_client_s_tokens_and_at_the_model_s() -> None:
+    for stops, ends in (
+        ({"stop_token_ids": [9, 2], "stop_token_ids_hidden": [5, 2]}, [2, 5, 9]),
+        ({"stop_token_ids": [9]}, [9]),
+        ({"stop_token_ids": [], "stop_token_ids_hidden": []}, None),
+    ):
+        assert asked(stop_conditions=stops).stop_token_ids == ends
+
+
 @pytest.mark.parametrize(
     ("guided", "kind"),
     [
@@ -59,6 +68,8 @@ def test_guided_decoding(guided: dict[str, Any], kind: str) -> None:
     [
         ({"sampling_options": {"use_beam_search": True}}, "use_beam_search: not done here"),
         ({"sampling_options": {"best_of": 3}}, "best_of: not done here"),
+        ({"sampling_options": {"allowed_token_ids": [1]}}, "allowed_token_ids: not done here"),
+        ({"sampling_options": {"bad_words_token_ids": [[1, 2]]}}, "bad_words_token_ids: not done here"),
         ({"sampling_options": {"n": 2}}, "n: expected 1, for Dynamo"),
         ({"sampling_options": {"temperature": 9}}, "temperature"),
         ({"sampling_options": {"guided_decoding": {"structural_tag": {}}}}, "guided_decoding: expected json"),

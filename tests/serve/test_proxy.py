@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import re
+import shutil
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -231,6 +233,18 @@ def test_a_model_whose_own_name_ends_as_ollama_s_do() -> None:
             for path in ("/api/chat", "/api/show", "/v1/chat/completions"):
                 assert (await w.client.post(path, json={"model": "x:latest", "messages": []})).status_code == 200
             assert (await w.client.post("/api/chat", json={"model": "x", "messages": []})).status_code == 404
+
+    run(go)
+
+
+def test_what_a_model_is_tells_a_node_that_serves_it() -> None:
+    async def go() -> None:
+        async with world(FakeNode(), FakeNode(models=("n",))) as w:
+            for _ in range(4):
+                assert (await w.client.get("/v1/models/n")).status_code == 200
+            assert [len(node.asked) for node in w.nodes] == [0, 4]
+            unknown = await w.client.get("/v1/models/x")
+            assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
     run(go)
 
@@ -698,7 +712,7 @@ HIDDEN = [
 @pytest.mark.parametrize("target", HIDDEN)
 def test_no_path_hides_another(target: str) -> None:
     async def go() -> None:
-        async with world(FakeNode()) as w:
+        async with world(FakeNode(models=("m", "a b", "a/b"))) as w:
             assert await raw_status(w.client.base_url, target) == 404
             assert {path for path, _, _ in w.nodes[0].seen} <= {"/health", "/v1/models"}
             for good in ("/v1/responses/resp_1?a=%2e%2e", "/v1/models/a%20b", "/v1/models/a/b"):
@@ -711,8 +725,11 @@ def test_no_path_hides_another(target: str) -> None:
 def test_control_of_nodes_does_not_go_through() -> None:
     async def go() -> None:
         async with world(FakeNode()) as w:
-            for path in ("/terminate", "/sleep", "/abort_request", "/anything"):
+            for path in ("/terminate", "/sleep", "/abort_request", "/anything", "/v1/unload_lora_adapter"):
                 assert (await w.client.post(path, json={})).status_code == 404
+            refused = await w.client.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "a"})
+            assert refused.status_code == 404 and "--adapter-dir" in refused.json()["error"]["message"]
+            assert not w.nodes[0].posts
             assert (await w.client.post("/tokenize", json={"prompt": "a"})).status_code == 200
             text = (await w.client.get("/metrics")).text
             assert f'toolkit_proxy:node_up{{node="{w.nodes[0].url}"}} 1.0' in text
@@ -838,6 +855,26 @@ def test_a_lease_ends() -> None:
     assert not nodes.find("http://a:1") and nodes.find("http://b:1")
 
 
+def test_a_file_that_cannot_be_written_any_more_ends_no_looks(tmp_path: Path, caplog: Any) -> None:
+    async def go() -> None:
+        folder = tmp_path / "kept"
+        folder.mkdir()
+        async with world(state_file=folder / "nodes.json", allow_nodes_by_client=True) as w:
+            leased, later = await FakeNode().start(), await FakeNode().start()
+            added = await w.client.post("/nodes/add", json={"url": leased.url, "lease": 0.5})
+            assert added.status_code == 200 and added.json()["healthy"]
+            shutil.rmtree(folder)
+            folder.touch()
+            await soon(lambda: not list(w.state.nodes))
+            assert (await w.client.post("/nodes/add", json={"url": later.url})).status_code == 500
+            await w.up(1)
+            leased.kill()
+            later.kill()
+
+    run(go)
+    assert "cannot be written" in caplog.text and "Traceback" not in caplog.text
+
+
 def test_a_node_rests_longer_the_more_often_it_fails() -> None:
     node = Node("http://a:1")
     pauses = []
@@ -857,7 +894,7 @@ def test_a_server_announces_itself() -> None:
             proxy = str(w.client.base_url).rstrip("/")
             told = Announcement(proxy, "operator")
             told.check()
-            task = asyncio.create_task(told.repeat(("m", "adapter"), server.url))
+            task = asyncio.create_task(told.repeat(lambda: ("m", "adapter"), server.url))
             await w.up(1)
             (node,) = w.state.nodes
             assert node.lease and node.url == server.url
@@ -867,6 +904,33 @@ def test_a_server_announces_itself() -> None:
             server.kill()
 
     run(go)
+
+
+def test_adapters_that_come_later_are_announced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a proxy, which has seen them meanwhile, would forget them until it looks again."""
+    told: list[list[str]] = []
+    sleep = asyncio.sleep
+
+    async def go() -> None:
+        names, done = ["m"], asyncio.Event()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/nodes/add":
+                told.append(json.loads(request.content)["status"]["models"])
+                names.append("tune")
+                done.set() if len(told) > 1 else None
+            return httpx.Response(200)
+
+        client = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
+        monkeypatch.setattr(announce.httpx, "AsyncClient", client)
+        monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0))
+        task = asyncio.create_task(Announcement("http://127.0.0.1:1").repeat(lambda: names, "http://127.0.0.1:2"))
+        await done.wait()
+        task.cancel()
+        await asyncio.wait([task])
+
+    run(go)
+    assert told[:2] == [["m"], ["m", "tune"]]
 
 
 def test_a_server_that_ends_before_the_proxy_answers_takes_itself_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -885,7 +949,7 @@ def test_a_server_that_ends_before_the_proxy_answers_takes_itself_back(monkeypat
 
         client = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
         monkeypatch.setattr(announce.httpx, "AsyncClient", client)
-        task = asyncio.create_task(Announcement("http://127.0.0.1:1").repeat(("m",), "http://127.0.0.1:2"))
+        task = asyncio.create_task(Announcement("http://127.0.0.1:1").repeat(lambda: ("m",), "http://127.0.0.1:2"))
         await arrived.wait()
         task.cancel()
         await asyncio.wait([task])
@@ -937,7 +1001,7 @@ def test_trouble_with_a_proxy_is_told_once(monkeypatch: pytest.MonkeyPatch, capl
         client = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
         monkeypatch.setattr(announce.httpx, "AsyncClient", client)
         monkeypatch.setattr(asyncio, "sleep", passing)
-        task = asyncio.create_task(Announcement("http://p:1").repeat(["m"], "http://me:2"))
+        task = asyncio.create_task(Announcement("http://p:1").repeat(lambda: ["m"], "http://me:2"))
         await done.wait()
         while len(caplog.records) < 5 and not task.done():
             await sleep(0.001)
@@ -954,10 +1018,50 @@ def test_trouble_with_a_proxy_is_told_once(monkeypatch: pytest.MonkeyPatch, capl
     assert pauses[:6] == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0] and pauses[13:16] == [15.0, 15.0, 2.0]
 
 
+def test_a_proxy_whose_name_is_none_yet_is_looked_for_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where both come up together, the one by the other's name."""
+    asked: list[Any] = []
+    where = [OSError(-2, "Name or service not known"), OSError(-2, "Name or service not known"), "http://10.0.0.4:2"]
+    sleep = asyncio.sleep
+
+    def found(told: Announcement, url: str) -> str:
+        one = where.pop(0)
+        if isinstance(one, OSError):
+            raise one
+        return one
+
+    async def go() -> None:
+        arrived = asyncio.Event()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            asked.append((request.url.path, json.loads(request.content)["url"] if request.content else None))
+            arrived.set()
+            return httpx.Response(200)
+
+        client = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
+        monkeypatch.setattr(announce.httpx, "AsyncClient", client)
+        monkeypatch.setattr(Announcement, "own_address", found)
+        monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0 if seconds < announce.EVERY_S else seconds))
+        task = asyncio.create_task(Announcement("http://proxy:1").repeat(lambda: ["m"], "http://0.0.0.0:2"))
+        await arrived.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    with caplog.at_level("WARNING", "toolkit.serve"):
+        run(go)
+    assert asked == [("/nodes/add", "http://10.0.0.4:2"), ("/nodes/remove", None)]
+    assert sum("Name or service not known" in record.message for record in caplog.records) == 1
+
+
 def test_a_server_knows_its_address() -> None:
     told = Announcement("http://127.0.0.1:8000")
     assert told.own_address("http://127.0.0.1:5") == "http://127.0.0.1:5"
     assert told.own_address("http://0.0.0.0:5") == "http://127.0.0.1:5"
+    if socket.has_dualstack_ipv6():
+        assert Announcement("http://[::1]:8000").own_address("http://[::]:5") == "http://[::1]:5"
     assert Announcement("http://p:1", None, "https://me:2/").own_address("http://0.0.0.0:5") == "https://me:2"
     with pytest.raises(UsageError, match="--proxy-url"):
         Announcement("p:1").check()

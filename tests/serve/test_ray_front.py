@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -19,6 +21,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from toolkit.base import ray as ray_here
+from toolkit.base.record import plain
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.http.access.keys import ApiKeys
@@ -27,13 +30,14 @@ from toolkit.serve.http.replies import json_response
 from toolkit.serve.http.sharing.places import Places
 from toolkit.serve.proxy.forward import Incoming
 from toolkit.serve.proxy.strategies import Sent, uneven
+from toolkit.serve.ray import replica as replica_module
 from toolkit.serve.ray import run as run_module
 from toolkit.serve.ray.asked import Asked
 from toolkit.serve.ray.front import Busy, Gone, create_app
 from toolkit.serve.ray.metrics import merged
 from toolkit.serve.ray.options import RaySettings
 from toolkit.serve.ray.plan import Model, Plan
-from toolkit.serve.ray.replica import Message, answered
+from toolkit.serve.ray.replica import Message, Replica, answered
 
 CHAT = "/v1/chat/completions"
 START: Message = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
@@ -101,6 +105,7 @@ def test_a_request_goes_to_its_models_replicas_and_its_answer_comes_back() -> No
             assert (await http.post(CHAT, json={"messages": []})).text == "data: a\n\n"  # the first where none is named
             names = [card["id"] for card in (await http.get("/v1/models")).json()["data"]]
             assert names == ["a", "tune", "b"]
+            assert (await http.get("/v1/models/b")).text == "data: b\n\n"
             unknown = await http.post(CHAT, json={"model": "c", "messages": []})
             assert unknown.status_code == 404 and "'a'" in unknown.json()["error"]["message"]
             assert (await http.get("/health")).json() == {"status": "healthy"}
@@ -108,6 +113,33 @@ def test_a_request_goes_to_its_models_replicas_and_its_answer_comes_back() -> No
         asked = a.seen[0]
         assert json.loads(asked.body)["model"] == "a"
         assert not {b"authorization", b"host"} & {name.lower() for name, _ in asked.headers}  # its key stays here
+
+    run(go())
+
+
+def test_requests_that_name_an_adapter_at_once_share_one_look_at_the_names() -> None:
+    """None of them is told that there is no such name while the first one's look is under way."""
+
+    @dataclass
+    class Slow(Fake):
+        looks: int = 0
+
+        async def stream(self, asked: Asked) -> AsyncGenerator[list[Message], None]:
+            if asked.target == "/v1/models":
+                self.looks += 1
+                await asyncio.sleep(0.05)
+            async for messages in super().stream(asked):
+                yield messages
+
+    async def go() -> None:
+        a, b = Slow("a", [whole()], adapters=("tune",)), Slow("b", [whole()])
+        async with client(a, b) as http:
+            found = await asyncio.gather(*(http.post(CHAT, json={"model": "tune"}) for _ in range(4)))
+            assert ([one.status_code for one in found], a.looks, len(a.seen)) == ([200] * 4, 1, 4)
+        a, b = Slow("a", [whole()]), Slow("b", [whole()], healthy=False)
+        async with client(a, b) as http:
+            found = await asyncio.gather(*(http.post(CHAT, json={"model": "tune"}) for _ in range(4)))
+            assert [one.status_code for one in found] == [503] * 4  # b may have it
 
     run(go())
 
@@ -180,12 +212,33 @@ def test_a_replica_that_dies_ends_its_streams_with_an_event() -> None:
     run(go())
 
 
-def test_half_a_whole_answer_is_not_taken_for_a_whole_one() -> None:
+def test_half_a_whole_answer_is_asked_for_once_more(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody has seen anything of it, and the log has a line for each replica that is gone."""
+
     async def go() -> None:
         head = {**START, "headers": [(b"content-type", b"application/json"), (b"content-length", b"9")]}
-        async with client(Fake("a", [[head, body(b"{"), Gone("killed")]])) as http:
-            with pytest.raises(Exception):  # noqa: B017  # as a server ends the connection
-                await http.post(CHAT, json={"model": "a"})
+        one = Fake("a", [[head, body(b"{"), Gone("killed")], [head, body(b'{"a": '), body(b"10}", False)]])
+        async with client(one) as http:
+            assert (await http.post(CHAT, json={"model": "a"})).json() == {"a": 10}
+            assert len(one.seen) == 2
+            one.answers = [[head, Gone("killed")]]
+            found = await http.post(CHAT, json={"model": "a"})
+            assert (found.status_code, found.json()["error"]["code"]) == (503, "no_node")
+        assert [(record.message, record.exc_info) for record in caplog.records] == [
+            ("a replica is gone: killed", None)
+        ] * 3
+
+    run(go())
+
+
+def test_what_fails_behind_a_whole_answer_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """As where a mistake of a route is told first, and raised then."""
+
+    async def go() -> None:
+        async with client(Fake("a", [[*whole(b"data: x\n\n"), Gone("RuntimeError")]])) as http:
+            found = await http.post(CHAT, json={"model": "a"})
+            assert (found.status_code, found.text) == (200, "data: x\n\n")
+        assert not caplog.records
 
     run(go())
 
@@ -371,6 +424,26 @@ def test_replicas_are_told_what_requests_may_show() -> None:
     assert {name: getattr(settings.of_replica("tiny"), name) for name in told} == told
 
 
+def test_a_replica_has_the_adapters_of_its_folder_before_the_first_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be for one of them, as where it has come up under load."""
+    folder, loaded = tmp_path / "adapters", dict[str, Path]()
+    (folder / "tune").mkdir(parents=True)
+    (folder / "tune" / "adapter_config.json").write_text("{}")
+    engine = SimpleNamespace(close=lambda: None, adapters=SimpleNamespace(load=lambda name, path: None))
+    state = SimpleNamespace(model_names=("one",), settings=SimpleNamespace(adapters=()), engine=engine, loaded=loaded)
+    monkeypatch.setattr(replica_module, "check", lambda *given: None)
+    monkeypatch.setattr(replica_module, "Renderer", lambda: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(replica_module.AsyncEngine, "open", lambda *given, **more: engine)
+    monkeypatch.setattr(
+        replica_module, "app_of", lambda *given, **more: SimpleNamespace(state=SimpleNamespace(server=state))
+    )
+    model = Model.of(str(artifact(tmp_path / "one")), TurbomindEngineConfig(), None)
+    Replica(plain(model), plain(RaySettings(adapter_dir=folder)), "r1")
+    assert loaded == {"tune": folder / "tune"}
+
+
 def test_a_replica_with_other_files_says_so(tmp_path: Path) -> None:
     path = artifact(tmp_path / "one")
     model = Model.of(str(path), TurbomindEngineConfig(), None)
@@ -508,6 +581,23 @@ def test_what_replicas_wait_for_is_said_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(run_module, "PATIENCE_S", 0.0)
     ray.serve(artifact(tmp_path / "one"))
     assert ray.did.count("no node has a GPU") == 1
+
+
+def test_a_program_at_the_port_that_speaks_no_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a cluster whose Serve was started with another address."""
+    monkeypatch.setattr(run_module, "LOOK_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            for _ in range(10):
+                one, _ = server.accept()
+                with one:
+                    one.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                    one.recv(1 << 10)
+
+        threading.Thread(target=greet, daemon=True).start()
+        with pytest.raises(ToolkitError, match=r"does not answer there \(SSH-2.0-OpenSSH_9.6\)"):
+            run_module._check_address(f"http://127.0.0.1:{server.getsockname()[1]}")
 
 
 @pytest.mark.parametrize("kind", [UsageError, ToolkitError])

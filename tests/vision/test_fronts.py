@@ -264,7 +264,7 @@ def test_a_picture_is_prepared_once(pipe: Pipeline, files: list[Path], monkeypat
 
 
 @pytest.mark.parametrize(
-    "given", ["{", "4", "[]", '{"image": -1}', '{"image": 1.5}', '{"sound": 1}', '{"image": true}']
+    "given", ["{", "4", "[]", "[" * 100_000, '{"image": -1}', '{"image": 1.5}', '{"sound": 1}', '{"image": true}']
 )
 def test_limits_of_a_kind_that_are_none(given: str) -> None:
     with pytest.raises(UsageError, match=r'^--limit-mm-per-prompt: expected \{"image": …, "video": …\}'):

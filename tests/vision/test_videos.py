@@ -182,7 +182,9 @@ def test_without_pyav_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, files:
         load_video(str(files["mp4"]))
 
 
-@pytest.mark.parametrize("given", ["{", "[]", '{"video": 1}', '{"video": {"frames": 3}}', '{"sound": {}}'])
+@pytest.mark.parametrize(
+    "given", ["{", "[]", "[" * 100_000, '{"video": 1}', '{"video": {"frames": 3}}', '{"sound": {}}']
+)
 def test_media_options_that_are_none(given: str) -> None:
     with pytest.raises(UsageError, match="media_io_kwargs: expected"):
         media_sampling(given)

@@ -26,5 +26,5 @@ def alone(certificate: str) -> ssl.SSLContext:
 
 def why(error: BaseException | str) -> str:
     """What went wrong, and what to do where it is the certificate."""
-    told = str(error)
+    told = " ".join(str(error).split())
     return f"{told}; {HINT}" if "CERTIFICATE_VERIFY_FAILED" in told else told

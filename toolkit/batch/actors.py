@@ -72,12 +72,13 @@ class Gone(Exception):
 
 
 class Actor(Protocol):
-    """One of Ray, or of a test. Both raise Gone; ``about`` waits until it is there again."""
+    """One of Ray, or of a test. Both raise Gone; ``about`` waits until it is there again, and raises ToolkitError where
+    its engine has been given up."""
 
     async def ask(self, path: str, body: bytes) -> tuple[int, bytes, str]: ...
     async def about(self) -> About: ...
     def end(self) -> None:
-        """At once, as it hangs; another takes its place."""
+        """At once; another takes its place."""
         ...
 
 
@@ -143,7 +144,7 @@ class Spread:
             return
 
     async def _watch(self, i: int) -> None:
-        """End it where it hangs: those that wait for it are then told."""
+        """End it where it hangs, or refuses all, as its engine is given up: those that wait for it are then told."""
         while True:
             await asyncio.sleep(LOOK_S)
             if i not in self._load:
@@ -153,6 +154,9 @@ class Spread:
                 await asyncio.wait_for(self._actors[i].about(), HANG_S)
             except TimeoutError:
                 logger.warning("an engine has not answered for %.0f s; it is replaced", time.monotonic() - began)
+                self._actors[i].end()
+            except ToolkitError as error:
+                logger.warning("%s; it is replaced", error)
                 self._actors[i].end()
             except Gone:
                 pass  # who asked it sees to that

@@ -43,7 +43,10 @@ class RayActor:
             raise ToolkitError(why(error)) from None
 
     async def about(self) -> About:
-        return About(**await self._called(self._actor.about.remote()))
+        try:
+            return About(**await self._called(self._actor.about.remote()))
+        except RayTaskError as error:
+            raise ToolkitError(why(error)) from None
 
     async def ask(self, path: str, body: bytes) -> tuple[int, bytes, str]:
         return await self._carrier.ask(path, body)

@@ -161,6 +161,7 @@ def _facts(
     sizes += ["--cache-max-entry-count", memory.blocks] if memory.gpu is None else []
     sizes += ["--quant-policy", asked.quant_policy] if asked.quant_policy else []
     served = ["--server-port", asked.server_port, "--model-name", name, *sizes, "--grace-period", GRACE]
+    image = target.image + (target.on_gpu if device == "cuda" else "")
     words = {
         "name": name, "port": asked.server_port, "length": plan.session_len, "batch": plan.max_batch_size,
         "context": plan.session_len * plan.max_batch_size,
@@ -168,7 +169,7 @@ def _facts(
     return {
         **words,
         "target": target,
-        "image": asked.image or target.image or IMAGES[device] + target.tag,
+        "image": asked.image or image or IMAGES[device] + target.tag,
         "gpu": device == "cuda",
         "user": USER,
         "grace": GRACE,

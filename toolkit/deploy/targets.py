@@ -12,9 +12,10 @@ class Target:
     """``reads``: weight formats, as `tool convert --to` calls them. ``files``: name to write → template; "{name}" is
     the service's. ``next``: the command that starts it, {out} being the directory, {absolute} its whole path.
 
-    Of another engine ``image``; ``program``: what has to be installed; ``command``: its words, in which {model},
-    {name}, {port}, {length} and {batch} stand for the deployment's, {context} for length × batch. ``key``: the
-    environment variable of the clients' key; ``key_option``: where the engine takes it as an option alone.
+    Of another engine ``image``; ``on_gpu``: what stands behind its name where a GPU computes; ``program``: what has to
+    be installed; ``command``: its words, in which {model}, {name}, {port}, {length} and {batch} stand for the
+    deployment's, {context} for length × batch. ``key``: the environment variable of the clients' key; ``key_option``:
+    where the engine takes it as an option alone.
     ``package``: of Python, what has to be installed where ``program`` is Python itself.
     ``python``: whether its image has that. ``tag``: of our image, behind the device's.
     """
@@ -23,6 +24,7 @@ class Target:
     files: dict[str, str]
     next: str
     image: str = ""
+    on_gpu: str = ""
     program: str = ""
     package: str = ""
     command: tuple[str, ...] = ()
@@ -64,8 +66,8 @@ TARGETS: dict[str, Target] = {
                  "--server-port", "{port}", "--session-len", "{length}", "--max-batch-size", "{batch}"),
     ),
     "llama.cpp": Target(
-        ("gguf",), _PEER, "bash {out}/run.sh", image="ghcr.io/ggml-org/llama.cpp:server", program="llama-server",
-        key="LLAMA_API_KEY", python=False,
+        ("gguf",), _PEER, "bash {out}/run.sh", image="ghcr.io/ggml-org/llama.cpp:server", on_gpu="-cuda",
+        program="llama-server", key="LLAMA_API_KEY", python=False,
         command=("llama-server", "--model", "{model}", "--alias", "{name}", "--host", "0.0.0.0", "--port", "{port}",
                  "--ctx-size", "{context}", "--parallel", "{batch}", "--metrics"),
     ),
@@ -80,6 +82,10 @@ OPTIONS = {
     "replicas": ("k8s", "kuberay", "ray", "dynamo"),
     "secret": ("k8s", "kuberay", "dynamo"),
     "claim": ("k8s", "kuberay", "dynamo"),
+    "quant_policy": tuple(to for to, target in TARGETS.items() if target.reads is OURS),
+    "image": tuple(to for to in TARGETS if to not in ("ray", "systemd")),
+    "server_port": tuple(to for to in TARGETS if to != "dynamo"),
+    "device": tuple(to for to in TARGETS if to != "dynamo"),
 }
 # Where a place does not read a format: the one to convert to, if the place reads that, else "hf".
 TURNED = {

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ COLUMNS = {
     "input": ("input_len", "prompt_tokens", "input_length", "ContextTokens"),
     "output": ("output_len", "completion_tokens", "output_length", "GeneratedTokens"),
 }
-MILLISECONDS = "timestamp"  # Mooncake's
+MILLISECONDS, MOMENT = "timestamp", "TIMESTAMP"  # Mooncake's; Azure's, a date and a time of day
 Z99 = 2.326347874  # of the normal distribution, below which 99 % lie
 
 
@@ -73,14 +74,7 @@ def read_trace(path: Path, cached: int) -> list[Ask]:
     found = []
     for number, row in _rows(path):
         where = f"trace: {path}, line {number}"
-        time = _value(where, row, "arrival", float)
-        if time is None:
-            milliseconds = row.get(MILLISECONDS)
-            time = None if milliseconds is None else _number(where, MILLISECONDS, milliseconds) / 1000
-        if time is None:
-            raise UsageError(
-                f"{where}: expected {COLUMNS['arrival'][0]} (seconds), found {', '.join(row) or 'nothing'}"
-            )
+        time = _arrival(where, row)
         sizes = [_value(where, row, name, int) for name in ("input", "output")]
         for name, size in zip(("input", "output"), sizes, strict=True):
             if size is None or size < 1:
@@ -112,7 +106,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     continue
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise UsageError(f"trace: {path}, line {number}: expected a JSON object ({error})") from None
                 if not isinstance(row, dict):
                     raise UsageError(
@@ -121,6 +115,22 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, row
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"trace: {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+
+
+def _arrival(where: str, row: dict[str, Any]) -> float:
+    """In seconds, from whatever moment on."""
+    time: float | None = _value(where, row, "arrival", float)
+    if time is not None:
+        return time
+    if (milliseconds := row.get(MILLISECONDS)) is not None:
+        return _number(where, MILLISECONDS, milliseconds) / 1000
+    if MOMENT not in row:
+        raise UsageError(f"{where}: expected {COLUMNS['arrival'][0]} (seconds), found {', '.join(row) or 'nothing'}")
+    try:
+        moment = datetime.fromisoformat(row[MOMENT])
+    except (TypeError, ValueError):
+        raise UsageError(f"{where}: {MOMENT}: expected a date and time, found {row[MOMENT]!r:.40}") from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _value(where: str, row: dict[str, Any], name: str, kind: Callable[[float], Any]) -> Any:

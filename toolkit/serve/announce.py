@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -40,34 +40,43 @@ class Announcement:
                 checked(url, option)
 
     def own_address(self, url: str) -> str:
-        """``url``, where this server listens, as the proxy reaches it: 0.0.0.0 is no address to connect to."""
+        """``url``, where this server listens, as the proxy reaches it: 0.0.0.0 is no address to connect to. Raises
+        OSError where there is no way to the proxy now."""
         if self.node_url is not None:
             return checked(self.node_url)
         parts = urlsplit(url)
         if parts.hostname not in ("0.0.0.0", "::"):
             return url
         proxy = urlsplit(self.proxy_url)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((proxy.hostname or "127.0.0.1", proxy.port or 80))  # sends nothing; tells the way out
-            return f"{parts.scheme}://{probe.getsockname()[0]}:{parts.port}"
+        way = socket.AF_INET if parts.hostname == "0.0.0.0" else socket.AF_UNSPEC
+        family, kind, _, _, there = socket.getaddrinfo(proxy.hostname, proxy.port or 80, way, socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)  # sends nothing; tells the way out
+            host = probe.getsockname()[0]
+        return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"
 
-    async def repeat(self, models: Sequence[str], url: str) -> None:
-        """Tell the proxy of this server, which listens at ``url`` and serves ``models``, until cancelled; then that it
-        is gone. A proxy that is away, or refuses, is tried again, after growing pauses; the log says so once, and once
-        that it is back."""
-        proxy, own = checked(self.proxy_url), self.own_address(url)
+    async def repeat(self, models: Callable[[], Sequence[str]], url: str) -> None:
+        """Tell the proxy of this server, which listens at ``url`` and serves ``models()`` then, until cancelled; then
+        that it is gone. A proxy that is away, or refuses, is tried again, after growing pauses; the log says so once,
+        and once that it is back."""
+        proxy, own = checked(self.proxy_url), ""
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
-        body = {"url": own, "status": {"models": list(models)}, "lease": LEASE_S}
         async with httpx.AsyncClient(
             headers=headers, timeout=PATIENCE_S, trust_env=False, verify=tls.checking()
         ) as http:
             has, trouble, pause = False, "", RETRY_S
             try:
                 while True:
-                    had, has = has, True  # it may have it, where this ends while it still reads
-                    found = await _tell(http, proxy, body)
+                    had = has
+                    try:
+                        own = own or await asyncio.to_thread(self.own_address, url)
+                        has = True  # it may have it, where this ends while it still reads
+                        body = {"url": own, "status": {"models": list(models())}, "lease": LEASE_S}
+                        found = await _tell(http, proxy, body)
+                    except OSError as error:  # its name is none yet, as where it comes up at the same time
+                        found = f"cannot be found ({error})"
                     has = not found
                     if has and not had:
                         logger.warning("%s gets requests from the proxy %s", own, proxy)

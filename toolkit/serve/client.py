@@ -40,7 +40,11 @@ class APIClient:
     def available_models(self) -> list[str]:
         """Names that requests may use."""
         with self._open("/v1/models", None) as reply:
-            return [card["id"] for card in json.load(reply)["data"]]
+            told = reply.read()
+        try:
+            return [card["id"] for card in self._parsed(told)["data"]]
+        except (LookupError, TypeError) as error:
+            raise self._odd(told) from error
 
     def chat_completions_v1(
         self, model: str, messages: str | list[dict[str, Any]], stream: bool = False, **fields: Any
@@ -114,14 +118,16 @@ class APIClient:
         with self._open(path, body) as reply:
             try:
                 if not body["stream"]:
-                    yield json.load(reply)
+                    yield self._parsed(reply.read())
                     return
                 for line in reply:
                     data = line.removeprefix(b"data: ").strip()
+                    if data.startswith(b":"):  # a sign of life, where nothing is said for long
+                        continue
                     if data == b"[DONE]":
                         return
                     if data:
-                        yield _checked(json.loads(data))
+                        yield _checked(self._parsed(data))
             except (HTTPException, OSError) as error:
                 raise ToolkitError(f"{self.url}: the answer broke off ({error})") from error
 
@@ -132,8 +138,18 @@ class APIClient:
             return urllib.request.urlopen(request, timeout=self.timeout, context=self.tls)
         except urllib.error.HTTPError as error:
             raise ToolkitError(f"{self.url}{path}: {error.code}: {_message(error.read())}") from error
-        except (urllib.error.URLError, OSError) as error:
+        except (HTTPException, OSError) as error:
             raise ToolkitError(f"{self.url}: cannot be reached ({why(getattr(error, 'reason', error))})") from error
+
+    def _parsed(self, told: bytes) -> Any:
+        try:
+            return json.loads(told)
+        except (ValueError, RecursionError) as error:
+            raise self._odd(told) from error
+
+    def _odd(self, told: bytes) -> ToolkitError:
+        """For what another program says."""
+        return ToolkitError(f"{self.url}: no server of OpenAI's API answers there, found {told[:80]!r}")
 
 
 def client(

@@ -272,7 +272,7 @@ async def _beside(app: FastAPI, announcement: Announcement | None, watch: Watch 
     if watch is not None:
         app.state.adapter_watch = asyncio.create_task(watch.keep())
     if announcement is not None:
-        await announcement.repeat(app.state.server.model_names, url)
+        await announcement.repeat(lambda: app.state.server.model_names, url)
 
 
 def check(settings: ServerSettings, chat_template: ChatTemplateConfig | str | None) -> None:

@@ -215,7 +215,7 @@ def media_sampling(given: Any, default: Sampling = Sampling(), name: str = "medi
     if isinstance(given, str):
         try:
             given = json.loads(given)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise UsageError(f"{name}: expected JSON, found {given!r:.40} ({e})") from e
     if given is None:
         return default
@@ -236,7 +236,7 @@ def media_limits(given: str | None) -> dict[str, int]:
         if {type(count) for count in found.values()} <= {int} and set(found) <= {"image", "video"}:
             if min(found.values(), default=0) >= 0:
                 return dict(found)
-    except (ValueError, AttributeError):
+    except (ValueError, RecursionError, AttributeError):
         pass
     wanted = '{"image": …, "video": …}'
     raise UsageError(f"{LIMIT}: expected {wanted}, whole numbers from 0 on, found {given!r:.80}")

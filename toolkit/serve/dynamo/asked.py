@@ -15,7 +15,9 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 )  # fmt: skip
 _RULES = {"regex": "regex_schema", "choice": "choice", "grammar": "grammar"}
-_REFUSED = {"use_beam_search": False, "length_penalty": 1, "best_of": 1}  # and what asks for nothing
+_REFUSED: dict[str, Any] = {  # and what asks for nothing
+    "use_beam_search": False, "length_penalty": 1, "best_of": 1, "allowed_token_ids": [], "bad_words_token_ids": [],
+}  # fmt: skip
 
 
 def config_of(request: Mapping[str, Any], defaults: GenerationConfig) -> GenerationConfig:
@@ -35,11 +37,12 @@ def config_of(request: Mapping[str, Any], defaults: GenerationConfig) -> Generat
     if sampling.get("n", 1) != 1:
         raise UsageError(f"n: expected 1, for Dynamo ends an answer with its first choice, found {sampling['n']!r:.40}")
     found = settings.change(defaults, **typed)
+    ends = {*stops.get("stop_token_ids", ()), *stops.get("stop_token_ids_hidden", ())}  # the client's, and the model's
     return replace(
         found,
         max_new_tokens=stops.get("max_tokens"),
         min_new_tokens=stops.get("min_tokens"),
-        stop_token_ids=stops.get("stop_token_ids_hidden") or stops.get("stop_token_ids"),
+        stop_token_ids=sorted(ends) or None,
         logprobs=output.get("logprobs"),
         prompt_logprobs=output.get("prompt_logprobs"),
         response_format=_rule(sampling.get("guided_decoding")),

@@ -41,6 +41,7 @@ LEFT_IN = frozenset({b"content-type", b"content-encoding"})  # a body makes no s
 VIA = b"via"  # each proxy on a request's way adds itself
 MOST_HOPS = 8
 KEY_HEADERS = (b"authorization", b"x-api-key")
+OF_ONE = "/v1/models/"  # what there is to say of the model that is named behind it
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Incoming:
         """What it asks for, as it is called there; None where it does not say."""
         data = self.data if isinstance(self.data, dict) else {}
         found = data.get("model", data.get("name") if self.path == "/api/show" else None)
+        if self.path.startswith(OF_ONE):
+            found = self.path.removeprefix(OF_ONE)
         if not isinstance(found, str) or not found:
             return None
         return served_as(found, names) if self.path.startswith(OLLAMA) else found

@@ -15,6 +15,7 @@ FORWARDED = frozenset(
 )
 
 KEPT = ("/v1/files", "/v1/batches")  # by one server, for the key that asked it
+ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # of one server, too: the others would not have them
 
 
 def forwarded(scope: Scope) -> str:
@@ -24,6 +25,9 @@ def forwarded(scope: Scope) -> str:
     """
     if scope["path"].startswith(KEPT):
         text = "files and batches are kept by a server of one model; ask that server itself"
+        raise ApiError(404, text, code="route_not_found")
+    if scope["path"].startswith(ADAPTERS):
+        text = "each server has adapters of its own; ask it itself, or put them into its --adapter-dir"
         raise ApiError(404, text, code="route_not_found")
     path, query = scope["path"], scope["query_string"].decode("latin-1")
     plain = path.isprintable() and not any(sign in path for sign in "?#\\%")

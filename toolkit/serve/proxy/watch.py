@@ -10,6 +10,7 @@ from contextlib import suppress
 import httpx2 as httpx
 
 from toolkit.base import tls
+from toolkit.errors import ToolkitError
 from toolkit.serve.proxy.ask import OddAnswer, ask, model_names, plain, proxies
 from toolkit.serve.proxy.nodes import ITSELF, LEADS_BACK, UNSEEN, Node
 from toolkit.serve.proxy.state import ProxyState
@@ -23,7 +24,10 @@ async def watch(state: ProxyState) -> None:
     """Look at each node in its time, until cancelled."""
     looking: dict[str, asyncio.Task[None]] = {}
     while True:
-        state.nodes.drop_expired()
+        try:
+            state.nodes.drop_expired()
+        except ToolkitError as error:  # its file cannot be written, as where the disk is full
+            logger.error("%s", error)
         for node in state.nodes:
             task = looking.get(node.url)
             if node.look_at <= state.clock() and (task is None or task.done()):

@@ -70,7 +70,8 @@ class Fleet:
         self._places = {name: Places(places) for name in models}
         self._most = most
         self._names: dict[str, str] = {}  # adapters and others, and whose they are
-        self._looked = float("-inf")
+        self._look: asyncio.Task[list[dict[str, Any]]] | None = None  # at which names there are, the last one
+        self._looked = float("-inf")  # when it began
         self._shunned: dict[str, float] = {}  # replicas, and until when
 
     @property
@@ -79,8 +80,10 @@ class Fleet:
 
     async def find(self, name: str | None) -> tuple[str, Replicas]:
         """(the model's own name, its replicas); the first model where no name is given."""
-        if name is not None and self._owner(name) is None and time.monotonic() - self._looked > NAMES_S:
-            await self.cards()
+        if name is not None and self._owner(name) is None:
+            if self._look is None or (self._look.done() and time.monotonic() - self._looked > NAMES_S):
+                self._look, self._looked = asyncio.create_task(self.cards()), time.monotonic()
+            await asyncio.shield(self._look)  # whoever else asks meanwhile waits for it, too
         owner = next(iter(self.models)) if name is None else self._owner(name)
         if owner is None:
             raise not_served(name, self.names)
@@ -111,7 +114,6 @@ class Fleet:
 
     async def cards(self) -> list[dict[str, Any]]:
         """What each model's replicas say of it in /v1/models. Raises ApiError 503 where one does not answer."""
-        self._looked = time.monotonic()
         found = await asyncio.gather(*(_whole(one, "/v1/models") for one in self.models.values()))
         cards: dict[str, dict[str, Any]] = {}
         for model, (status, body) in zip(self.models, found, strict=True):
@@ -138,7 +140,8 @@ async def _whole(replicas: Replicas, target: str) -> tuple[int, bytes]:
 
 
 class Forward(Reply):
-    """The answer of one replica; of another where the first has ended, or refuses, before its first byte."""
+    """The answer of one replica; of another where the first has ended, or refuses, before the client has any of it: of
+    a stream the first byte, of others all."""
 
     def __init__(self, fleet: Fleet, incoming: Incoming, metrics: FrontMetrics) -> None:
         super().__init__()
@@ -155,13 +158,14 @@ class Forward(Reply):
             await send_error(send, error, error.envelope_at(self._incoming.path))
 
     async def _answered(self, replicas: Replicas, send: Send) -> int:
-        """The status that the client has got. Raises ApiError before its first byte."""
+        """The status that the client has got. Raises ApiError before anything is sent."""
         asked = Asked.of(self._incoming)
         moves = self._incoming.session is None  # else one replica has its history
         if moves:
             asked = replace(asked, avoid=self._fleet.shunned)
         for again in (True, False):
             head: Message | None = None
+            held: list[Message] = []  # of a whole answer all, until its end is there
             try:
                 async with aclosing(replicas.stream(asked)) as answer:
                     async for messages in answer:
@@ -174,14 +178,17 @@ class Forward(Reply):
                                 asked = replace(asked, avoid=asked.avoid | {replica}) if moves else asked
                                 head = None
                                 break
-                        for message in messages:
-                            await send(message)
-                    else:
-                        if head is not None:
+                        held += messages
+                        over = _is_last(messages[-1])
+                        if over or _grows(head):
+                            for message in held:
+                                await send(message)
+                            held.clear()
+                        if over:
                             return int(head["status"])
             except Gone as error:
                 logger.warning("a replica is gone: %s", error)
-                if head is not None:
+                if head is not None and _grows(head):
                     await self._broken(send, head)
                     return 502
             except Busy as error:
@@ -190,16 +197,23 @@ class Forward(Reply):
         raise ApiError(503, "no replica could answer; ask again", code="no_node")
 
     async def _broken(self, send: Send, head: Message) -> None:
-        """End an answer in its midst so that nobody takes it for a whole one."""
+        """End a stream in its midst so that nobody takes it for a whole one."""
         self._metrics.broken.inc()
         error = ApiError(502, "the replica that sent this answer is gone; ask again", code="node_lost")
         told = error.envelope_at(self._incoming.path)
-        kind = dict(head["headers"]).get(b"content-type", b"")
-        if not (is_stream(head["headers"]) or kind.startswith(b"application/x-ndjson")):
-            raise error  # the connection is closed: its length says that there was to be more
         last = event(told) if is_stream(head["headers"]) else line(told)
         await send({"type": "http.response.body", "body": b"\n\n" + last, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+
+
+def _grows(head: Message) -> bool:
+    """Whether an answer that begins so is read as it comes."""
+    kind = dict(head["headers"]).get(b"content-type", b"")
+    return is_stream(head["headers"]) or kind.startswith(b"application/x-ndjson")
+
+
+def _is_last(message: Message) -> bool:
+    return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
 def create_app(settings: RaySettings, keys: ApiKeys, models: Mapping[str, Replicas]) -> FastAPI:

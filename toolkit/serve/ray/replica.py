@@ -52,16 +52,18 @@ class Replica:
         )
         try:
             self._app = app_of(self._engine, own, chat_template=told.chat_template, renderer=renderer)
+            self._watch = None if own.adapter_dir is None else Watch(self._app.state.server, own.adapter_dir)
+            if self._watch is not None:
+                self._watch.look()  # so that the first request may name what is there already
         except BaseException:
             self._engine.close()
             raise
-        self._folder = own.adapter_dir
-        self._watch: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def answer(self, asked: Asked) -> AsyncGenerator[list[Message], None]:
         """The application's messages, as many at a time as there are."""
-        if self._folder is not None and self._watch is None:
-            self._watch = asyncio.create_task(Watch(self._app.state.server, self._folder).keep())
+        if self._watch is not None and self._watching is None:
+            self._watching = asyncio.create_task(self._watch.keep())
         async for messages in answered(self._app, asked):
             for message in messages:
                 if message["type"] == "http.response.start":  # the front names the request itself

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import re
 import signal
@@ -128,8 +129,8 @@ def _check_address(url: str) -> None:
                 if NAME in json.load(reply).values():
                     return
                 why = "another program answers there"
-        except (OSError, ValueError, AttributeError) as error:
-            why = str(error)
+        except (OSError, ValueError, AttributeError, http.client.HTTPException) as error:
+            why = " ".join(str(error).split())
         time.sleep(LOOK_S)
     raise ToolkitError(
         f"{url}: Ray Serve does not answer there ({why}); if it runs on this cluster already, give its own "

@@ -101,10 +101,12 @@ class Moving:
             files = Folder(FLAG, root, self.model.hex()[:_MODEL], {})
             return Files(files, self.model, self.seal, self.sizes, 0, KEEP_SECONDS)
         if "tcp" not in self.backends or not address or self.secret is None:
-            why = "no kv_transfer_key is given here" if address and self.secret is None else "it lends at no address"
-            raise ToolkitError(
-                f"engine {engine_id[:8]} cannot be reached: it is not in this machine's memory, and {why}"
-            )
+            whys = ["it is not in this machine's memory"] if "shm" in self.backends else []
+            if "tcp" not in self.backends:
+                whys.append("by migration_backend no address is asked here")
+            else:
+                whys.append("no kv_transfer_key is given here" if address else "it lends at no address")
+            raise ToolkitError(f"engine {engine_id[:8]} cannot be reached: {', and '.join(whys)}")
         return Peer(address, self.secret, self.model, self.seal, self.sizes, self.counts, secure)
 
     def close(self) -> None:
