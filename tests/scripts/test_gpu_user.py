@@ -25,7 +25,8 @@ def test_each_command_gives_a_figure_and_answers_at_once_are_those_given_alone(t
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["name"]: row for row in json.loads(found.read_text())["rows"]}
-    assert rows["greedy"]["value"] == rows["sampled"]["value"] == rows["rules"]["value"] == 4
+    for prefix in ("", "batch-invariant "):
+        assert all(rows[prefix + name]["value"] == 4 for name in ("greedy", "sampled", "rules"))
     assert all(rows[f"profile {what}"]["found"]["completed"] == 16 for what in ("api_server", "throughput"))
 
 
@@ -34,4 +35,4 @@ def test_a_model_that_is_not_there_is_an_error_in_each_row(tmp_path):
     command = [str(ROOT / "scripts" / "gpu_user"), str(tmp_path / "none"), "--device", "cpu", "--json", str(found)]
     assert subprocess.run(command, capture_output=True, text=True, timeout=200).returncode == 1
     errors = [row["error"] for row in json.loads(found.read_text())["rows"]]
-    assert len(errors) == 5 and all("no such file" in error for error in errors)
+    assert len(errors) == 6 and all("no such file" in error for error in errors)

@@ -207,6 +207,10 @@ def short_drive(runner: Any) -> None:
     runner.drive = lambda *arguments: islice(drive(*arguments), 5)
 
 
+def few_answers(alike: Any) -> None:
+    alike.LENGTHS, alike.NEW = alike.TRIED
+
+
 def few_calls(manifest: Any) -> None:
     calls = manifest.calls
     manifest.calls = lambda: [next(call for call in calls() if call.op == "kv_write")]
@@ -270,6 +274,7 @@ CHANGED: dict[str, Callable[[Any], None]] = {
     "gpu.checking.linears": small_linears,
     "gpu.checking.manifest": few_calls,
     "gpu.checking.runner": short_drive,
+    "gpu.checking.alike": few_answers,
     "toolkit.kernels.registry": trusted,
     "toolkit.parallel.links": gloo,
     "toolkit.runners.tensor.runner": cold,
