@@ -304,6 +304,36 @@ def test_health_and_metrics_are_those_of_replicas() -> None:
     run(go())
 
 
+def test_replicas_that_are_busy_count_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All places are taken: what is asked of replicas waits behind the answers under way."""
+    monkeypatch.setattr("toolkit.serve.ray.front.LOOK_S", 0.05)
+
+    async def go() -> None:
+        model = Fake("a", [whole()], adapters=("tune",))
+        stream = model.stream
+
+        async def busy(asked: Asked) -> AsyncGenerator[list[Message], None]:
+            if asked.target in ("/v1/models", "/health"):
+                await asyncio.sleep(60)
+            async with aclosing(stream(asked)) as messages:
+                async for some in messages:
+                    yield some
+
+        async with client(model) as http:
+            assert len((await http.get("/v1/models")).json()["data"]) == 2
+            model.stream = busy  # type: ignore[method-assign]
+            assert (await http.get("/health")).status_code == 503
+            assert (await http.get("/v1/models")).status_code == 503
+            await http.post(CHAT, json={"messages": []})
+            assert (await http.get("/health")).json() == {"status": "healthy"}
+            assert len((await http.get("/v1/models")).json()["data"]) == 2
+            model.answers = [[START, Gone("it ended")]]
+            await http.post(CHAT, json={"messages": []})
+            assert (await http.get("/health")).status_code == 503
+
+    run(go())
+
+
 def test_metrics_of_one_name_stand_together() -> None:
     text = b'# TYPE h histogram\nh_bucket{le="1.0"} 1.0\nh_bucket{le="+Inf"} 2.0\nh_count 2.0\nh_sum 3.5\n'
     found = merged([("x", text), ("y", text)]).decode()

@@ -39,6 +39,7 @@ logger = logging.getLogger("toolkit.serve")
 NAMES_S = 1.0  # between two looks at which names there are, where one is asked for that is not known
 SHUN_S = 2.0  # after a replica's 503 in which others are asked: it refuses at once, and so would get most of all
 LOOK_S = 5.0  # that replicas have to say how they are
+HEARD_S = 10.0  # since a replica's last word, in which it is not asked: while all places are taken, a look waits too
 
 
 class Gone(Exception):
@@ -73,6 +74,8 @@ class Fleet:
         self._look: asyncio.Task[list[dict[str, Any]]] | None = None  # at which names there are, the last one
         self._looked = float("-inf")  # when it began
         self._shunned: dict[str, float] = {}  # replicas, and until when
+        self._heard: dict[str, float] = {}  # models, and when one of their replicas last answered something
+        self._cards: dict[str, list[dict[str, Any]]] = {}  # as replicas told them last
 
     @property
     def names(self) -> list[str]:
@@ -112,14 +115,32 @@ class Fleet:
         self._shunned = {name: until for name, until in self._shunned.items() if until > now}
         return frozenset(self._shunned)
 
+    def heard(self, model: str) -> None:
+        """One of its replicas has just sent a part of an answer."""
+        self._heard[model] = time.monotonic()
+
+    def lost(self, model: str) -> None:
+        """One of its replicas is gone."""
+        self._heard.pop(model, None)
+
+    def _answers(self, model: str) -> bool:
+        return time.monotonic() - self._heard.get(model, float("-inf")) < HEARD_S
+
+    async def lives(self, model: str) -> bool:
+        """Whether some replica answers."""
+        return self._answers(model) or (await _whole(self.models[model], "/health"))[0] == 200
+
     async def cards(self) -> list[dict[str, Any]]:
-        """What each model's replicas say of it in /v1/models. Raises ApiError 503 where one does not answer."""
+        """What each model's replicas say of it in /v1/models, or said before where all are busy. Raises ApiError 503
+        where none answers."""
         found = await asyncio.gather(*(_whole(one, "/v1/models") for one in self.models.values()))
         cards: dict[str, dict[str, Any]] = {}
         for model, (status, body) in zip(self.models, found, strict=True):
-            if status != 200:
+            if status == 200:
+                self._cards[model] = from_json(body)["data"]
+            elif model not in self._cards or not self._answers(model):
                 raise ApiError(503, f"{model}: its replicas do not answer", code="engine_unavailable")
-            for card in from_json(body)["data"]:
+            for card in self._cards[model]:
                 cards.setdefault(card["id"], card)
                 self._names[card["id"]] = model
         return list(cards.values())
@@ -151,13 +172,13 @@ class Forward(Reply):
         try:
             model, replicas = await self._fleet.find(self._incoming.model_among(self._fleet.names))
             async with self._fleet.place(model):
-                status = await self._answered(replicas, send)
+                status = await self._answered(model, replicas, send)
             self._metrics.requests.labels(model, str(status)).inc()
         except ApiError as error:
             self._metrics.requests.labels("", str(error.status)).inc()
             await send_error(send, error, error.envelope_at(self._incoming.path))
 
-    async def _answered(self, replicas: Replicas, send: Send) -> int:
+    async def _answered(self, model: str, replicas: Replicas, send: Send) -> int:
         """The status that the client has got. Raises ApiError before anything is sent."""
         asked = Asked.of(self._incoming)
         moves = self._incoming.session is None  # else one replica has its history
@@ -178,6 +199,7 @@ class Forward(Reply):
                                 asked = replace(asked, avoid=asked.avoid | {replica}) if moves else asked
                                 head = None
                                 break
+                        self._fleet.heard(model)
                         held += messages
                         over = _is_last(messages[-1])
                         if over or _grows(head):
@@ -188,6 +210,7 @@ class Forward(Reply):
                             return int(head["status"])
             except Gone as error:
                 logger.warning("a replica is gone: %s", error)
+                self._fleet.lost(model)
                 if head is not None and _grows(head):
                     await self._broken(send, head)
                     return 502
@@ -244,8 +267,8 @@ def _add_plain_routes(app: FastAPI, fleet: Fleet, metrics: FrontMetrics, setting
     @app.get("/v1/health", include_in_schema=False)
     @app.get("/health", summary="200 while each model has a replica that answers; needs no key")
     async def health() -> HttpResponse:
-        found = await asyncio.gather(*(_whole(one, "/health") for one in fleet.models.values()))
-        down = [name for name, (status, _) in zip(fleet.models, found, strict=True) if status != 200]
+        found = await asyncio.gather(*(fleet.lives(name) for name in fleet.models))
+        down = [name for name, lives in zip(fleet.models, found, strict=True) if not lives]
         if down:
             return json_response({"status": "unhealthy", "reason": f"no replica answers: {', '.join(down)}"}, 503)
         return json_response({"status": "healthy"})
