@@ -128,3 +128,17 @@ def test_an_engine_that_is_given_up_is_replaced(monkeypatch: pytest.MonkeyPatch)
         assert made[0].ended.is_set() and made[0].answered
 
     run(go())
+
+
+def test_an_engine_that_stays_away_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(actors, "AGAIN_S", 0.001)
+    monkeypatch.setattr(actors, "TELL_S", 0.02)
+
+    async def go() -> None:
+        made = FakeActor(die_at=[1], dead=300)
+        assert {one.status for one in await lines(Spread([made]), 2)} == {200}
+
+    run(go())
+    assert "an engine has been away for 0 s: not there yet" in caplog.text

@@ -26,6 +26,7 @@ from toolkit.serve.ray.plan import Model
 
 logger = logging.getLogger("toolkit.batch")
 MOST_ACTORS = 3  # that one line may end before it is given up
+AGAIN_S, TELL_S = 1.0, 30.0  # between two looks at an engine that is away, and two words on it
 LOOK_S, HANG_S = 10.0, 60.0  # how often an actor is asked whether it is there, and how long it has to say so
 
 
@@ -132,12 +133,18 @@ class Spread:
         task.add_done_callback(self._tasks.discard)
 
     async def _return(self, i: int) -> None:
-        """Give it lines again when it is there again."""
+        """Give it lines again when it is there again; until then say from time to time why it is not."""
+        began = told = time.monotonic()
         while True:
             try:
                 await self._actors[i].about()
-            except Gone:
-                await asyncio.sleep(1)
+            except (Gone, ToolkitError) as error:
+                if isinstance(error, ToolkitError):  # there, and given up again
+                    self._actors[i].end()
+                if time.monotonic() - told > TELL_S:
+                    told = time.monotonic()
+                    logger.warning("an engine has been away for %.0f s: %s", told - began, error)
+                await asyncio.sleep(AGAIN_S)
                 continue
             self._load[i] = 0
             self._back.set()
