@@ -9,8 +9,8 @@ from ..reference import lora
 from ..reference.lora import PART
 
 
-def tokens_of(adapter: Tensor, adapters: int) -> list[tuple[int, Tensor]]:
-    """(adapter, its tokens) for each that has tokens: the plan of a step."""
+def tokens_of(adapter: Tensor, adapters: int, alike: bool = False) -> list[tuple[int, Tensor]]:
+    """(adapter, its tokens) for each that has tokens: the plan of a step. ``alike``: for others, which have tiles."""
     used = sorted(i for i in set(adapter.tolist()) if i >= 0)
     return [(i, (adapter == i).nonzero()[:, 0]) for i in used]
 

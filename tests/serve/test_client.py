@@ -50,6 +50,9 @@ def saying(answer: bytes) -> Iterator[APIClient]:
                 with one:
                     one.recv(1 << 16)
                     one.sendall(answer)
+                    one.shutdown(socket.SHUT_WR)
+                    while one.recv(1 << 16):  # else what is unread would break off the answer
+                        pass
 
         threading.Thread(target=say, daemon=True).start()
         yield APIClient(f"http://127.0.0.1:{server.getsockname()[1]}")
