@@ -23,7 +23,9 @@ from toolkit.artifacts.formats.describe import layout_of
 from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.manifest import read_manifest
+from toolkit.artifacts.output import stage
 from toolkit.artifacts.rounding import to_group_int
+from toolkit.artifacts.scales import Scales, write_scales
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.convert.formats import FORMATS, rewrite
 from toolkit.errors import ToolkitError, UsageError
@@ -528,6 +530,30 @@ def test_a_gguf_file_is_not_replaced_unasked(tiny_models: Any, tmp_path: Path) -
     rewrite(source, target, to="gguf", overwrite=True)
     assert target.read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf"]
+
+
+def test_the_scales_of_a_gguf_file_are_replaced_with_it(
+    tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or neither is: those of the old file went before the new one was in its place."""
+    shutil.copytree(tiny_models("llama", **PLAIN), tmp_path / "model")
+    target, scales = tmp_path / "m.gguf", tmp_path / "m.gguf.scales"
+    write_scales(tmp_path / "model", {"a": Scales(torch.ones(3))})
+    rewrite(str(tmp_path / "model"), target, to="gguf")
+    before = (target.read_bytes(), scales.read_bytes())
+    (tmp_path / "model" / "folded.scales").unlink()
+
+    def fails(*arguments: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(stage.os, "replace", fails)
+        with pytest.raises(ToolkitError, match="Input/output error"):
+            rewrite(str(tmp_path / "model"), target, to="gguf", gguf_type="q8_0", overwrite=True)
+    assert (target.read_bytes(), scales.read_bytes()) == before
+    rewrite(str(tmp_path / "model"), target, to="gguf", gguf_type="q8_0", overwrite=True)
+    assert target.read_bytes() != before[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf", "model"]
 
 
 def test_a_gguf_file_of_an_artifact_is_not_replaced_alone(tiny_models: Any, tmp_path: Path) -> None:
