@@ -26,6 +26,7 @@ from toolkit.artifacts.manifest import read_manifest
 from toolkit.artifacts.output import stage
 from toolkit.artifacts.rounding import to_group_int
 from toolkit.artifacts.scales import Scales, write_scales
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.convert.formats import FORMATS, rewrite
 from toolkit.errors import ToolkitError, UsageError
@@ -261,8 +262,6 @@ def test_dense_models_are_rounded_and_it_is_said(tiny_models: Any, tmp_path: Pat
 @pytest.mark.parametrize("family", list(GGUF_FAMILIES))
 def test_gguf_of_every_family_reads_back_as_the_same_model(tiny_models: Any, tmp_path: Path, family: str) -> None:
     """Spec, numbers and tokenizer survive: rope permutation, norms plus one, fused and split matrices."""
-    from toolkit.artifacts.text.tokenizer import Tokenizer
-
     source = tiny_models(family, **GGUF_FAMILIES[family])
     done = rewrite(str(source), tmp_path / "m.gguf", to="gguf")
     assert done.manifest is None and any("lossless" in note for note in done.notes)
@@ -469,6 +468,17 @@ def test_gguf_has_the_chat_template_that_the_model_is_served_with(
     (model / name).write_text(json.dumps({**earlier, **content}))
     rewrite(str(model), tmp_path / "m.gguf", to="gguf", gguf_type="q8_0")
     assert read_container(tmp_path / "m.gguf").metadata["tokenizer.chat_template"] == "{{ messages }} one"
+
+
+def test_gguf_has_all_chat_templates_of_the_model(tiny_models: Any, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_models("llama", **PLAIN), tmp_path / "model")
+    (model / "additional_chat_templates").mkdir()
+    for name in ("rag", "tool_use"):
+        (model / "additional_chat_templates" / f"{name}.jinja").write_text(f"{name} {{{{ messages }}}}")
+    rewrite(str(model), tmp_path / "m.gguf", to="gguf", gguf_type="q8_0")
+    assert read_container(tmp_path / "m.gguf").metadata["tokenizer.chat_templates"] == ["rag", "tool_use"]
+    ours, theirs = (Tokenizer.open(open_checkpoint(p).tokenizer_dir) for p in (tmp_path / "m.gguf", model))
+    assert len(ours.chat_templates) == 3 and ours.chat_templates == theirs.chat_templates
 
 
 @pytest.mark.parametrize(
