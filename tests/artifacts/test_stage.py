@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -122,6 +123,23 @@ def test_a_finished_stage_leaves_artifact_and_manifest_alone(tmp_path: Path, sou
     )
     assert data["size_bytes"] == 1 and data["files"][0]["name"] == "file"
     assert data["parent"]["digest"] == content_digest(source)
+
+
+def test_a_manifest_is_json_whatever_was_measured(tmp_path: Path, source: Path) -> None:
+    """Python writes NaN and Infinity, which are none; those of older versions are read."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    target, parent = tmp_path / "out", describe_parent(source)
+    with open_stage(target, kind="quantized", stage="t", parent=parent, options={}) as stage:
+        stage.finish({"layers": [{"rel_error": math.nan}, {"rel_error": 0.5}], "kl": -math.inf})
+    text = (target / MANIFEST).read_text()
+    found = json.loads(text, parse_constant=refuse)["quality"]
+    assert found == {"layers": [{"rel_error": None}, {"rel_error": 0.5}], "kl": None}
+    (target / MANIFEST).write_text(text.replace('"kl": null', '"kl": Infinity'))
+    manifest = read_manifest(target)
+    assert manifest is not None and manifest.quality["kl"] == math.inf
 
 
 def test_same_inputs_and_options_again_is_already_there(tmp_path: Path, source: Path) -> None:

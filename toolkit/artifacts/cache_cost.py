@@ -13,6 +13,7 @@ from typing import Any
 
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import Manifest, read_manifest
+from toolkit.base.figures import rise
 from toolkit.base.record import later, plain, read
 from toolkit.errors import ToolkitError
 
@@ -48,7 +49,7 @@ class Choice:
         return f"{self.bits:.3g} bits, {self.bytes:,} bytes a token, {self.cost()}"
 
     def cost(self) -> str:
-        return f"{100 * self.loss:+.2f} % perplexity (KL {self.kl:.4f})"
+        return f"{rise(self.loss)} perplexity (KL {self.kl:.4f})"
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def read_cost(artifact: Path) -> CacheCost | None:
     try:
         found = manifest.quality.get(QUALITY) or json.loads(_kept(manifest).read_text(encoding="utf-8"))
         cost = read(CacheCost, found)
-        return cost if cost.form == FORM else None
+        known = not any(math.isnan(choice.kl + choice.perplexity_ratio) for choice in cost.choices)
+        return cost if known and cost.form == FORM else None
     except (OSError, ValueError):
         return None
 
