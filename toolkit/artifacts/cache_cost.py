@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import Manifest, read_manifest
 from toolkit.base.figures import rise
 from toolkit.base.record import later, plain, read
+from toolkit.base.whole_file import write_whole
 from toolkit.errors import ToolkitError
 
 QUALITY = "kv_cache"  # its key in a manifest's quality
@@ -104,14 +103,10 @@ def keep_cost(artifact: Path, cost: CacheCost) -> None:
     manifest = read_manifest(artifact)
     assert manifest is not None
     path = _kept(manifest)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(to_json(cost)), encoding="utf-8")
-        os.replace(scratch, path)
+        write_whole(path, json.dumps(to_json(cost)).encode())
     except OSError as error:
-        with suppress(OSError):
-            scratch.unlink()
         raise ToolkitError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 

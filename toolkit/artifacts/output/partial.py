@@ -87,12 +87,3 @@ def drop_old(partial: Path) -> None:
     with suppress(OSError):
         if (partial / "old").is_dir():
             remove_artifact(partial / "old")
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or the names in a directory, to disk. OSError passes through."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -29,9 +29,10 @@ from urllib.parse import quote, unquote
 
 from toolkit import __version__
 from toolkit.artifacts.manifest import Manifest, describe_file, read_manifest, write_manifest
-from toolkit.artifacts.output.partial import discard_partial, drop_old, drop_partial, lock_partial, partial_dir, sync
+from toolkit.artifacts.output.partial import discard_partial, drop_old, drop_partial, lock_partial, partial_dir
 from toolkit.artifacts.output.replace import check_directory_target, foreign
 from toolkit.artifacts.weight_files.safetensors_file import array_bytes, read_metadata, write_tensors
+from toolkit.base.whole_file import sync
 from toolkit.errors import ToolkitError, UsageError
 
 if TYPE_CHECKING:
