@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from toolkit.base.figures import written
+from toolkit.base.figures import rise, written
 from toolkit.commands.app.own_families import to_type
 from toolkit.commands.options import with_flags
 from toolkit.commands.output import say, stdout, table, write_json
@@ -119,10 +119,10 @@ def report(result: Result, flags: LiteFlags, first: Table | None = None) -> None
 
 
 def _much_lost(quality: dict[str, Any]) -> list[str]:
-    if "cosine" in quality or (rise := quality["perplexity_after"] / quality["perplexity_before"] - 1) < MUCH:
+    if "cosine" in quality or (lost := quality["perplexity_after"] / quality["perplexity_before"] - 1) < MUCH:
         return []
     instead = "more bits, or another method (docs/how-to/pick-a-method.md), lose less"
-    return [f"the perplexity rose by {100 * rise:.0f} %: the model has lost much; {instead}"]
+    return [f"the perplexity rose by {rise(lost, 0).removeprefix('+')}: the model has lost much; {instead}"]
 
 
 def _loss(quality: dict[str, Any]) -> list[tuple[str, str]]:
@@ -134,7 +134,7 @@ def _loss(quality: dict[str, Any]) -> list[tuple[str, str]]:
     before, after = quality["perplexity_before"], quality["perplexity_after"]
     return [
         ("perplexity before", written(before)),
-        ("perplexity after", f"{written(after)} ({100 * (after / before - 1):+.2f} %)"),
+        ("perplexity after", f"{written(after)} ({rise(after / before - 1)})"),
         measured,
         ("KL to the original", f"{quality['kl']:.4f} nats"),
         ("same best token", f"{100 * quality['top1_agreement']:.1f} %"),

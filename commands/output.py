@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from toolkit.artifacts.json_file import finite
 from toolkit.base.figures import written
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def write_json(target: str | None, data: Any) -> None:
     """
     if target is None:
         return
-    text = json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n"
+    text = json.dumps(finite(data), indent=2, ensure_ascii=False, default=str) + "\n"
     if target == "-":
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -24,6 +24,7 @@ from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.gguf.metadata import unsupported
 from toolkit.artifacts.gguf.pre_tokenizers import BY_NAME, EITHER, STEPS, WHOLE_PIECES, build_cuts, name_of
 from toolkit.artifacts.gguf.tokenizer import build_tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.text.tokenizer_pieces import CONTROL, USER_DEFINED
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.errors import ToolkitError
@@ -120,6 +121,22 @@ def test_side_files_make_a_working_tokenizer(tiny_models: Any, tmp_path: Path, f
     assert ours.chat_template == "{{ messages[0]['content'] }}"
     assert open_checkpoint(tmp_path / "m.gguf").tokenizer_dir == checkpoint.tokenizer_dir
     assert len(list((home / "gguf").iterdir())) == 1
+
+
+def test_several_chat_templates(tiny_models: Any, tmp_path: Path, files: Any, home: Path) -> None:
+    """As llama.cpp's converter names them; a name that leads elsewhere is none."""
+    key = "tokenizer.chat_template."
+    more = {
+        "tokenizer.chat_templates": ["rag", "tool_use"],
+        f"{key}rag": "of documents",
+        f"{key}tool_use": "{{ tools }}",
+    }
+    strange = {f"{key}../../up": "x", f"{key}a/b": "x", f"{key}number": 5, f"{key}empty": ""}
+    path = files.write_gguf(tiny_models("llama", **PLAIN), tmp_path / "m.gguf", **more, **strange)
+    tokenizer = Tokenizer.open(open_checkpoint(path).tokenizer_dir)
+    usual = "{{ messages[0]['content'] }}"
+    assert tokenizer.chat_templates == {"default": usual, "rag": "of documents", "tool_use": "{{ tools }}"}
+    assert not list(home.rglob("up.jinja"))
 
 
 def test_thousands_of_added_tokens_are_read_in_no_time(tmp_path: Path) -> None:

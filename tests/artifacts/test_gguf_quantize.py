@@ -95,6 +95,22 @@ def test_values_beyond_float16_are_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize("size", [1e5, 3e6, 1e7, 1e19, 1e30, 3e38])
+@pytest.mark.parametrize("columns", [slice(None), slice(3, 4)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_huge_weight_is_kept_or_refused(kind: str, size: float, columns: slice, sign: int) -> None:
+    """It became zero where its square is beyond float32, and infinite where a minimum is beyond float16."""
+    weight = matrix()
+    weight[1, columns] = sign * size
+    try:
+        found = quantize(weight, kind, name="x").dequantize()
+    except ToolkitError as error:
+        assert str(error) == f"x: weights up to {size:.3g} need a scale beyond float16"
+    else:
+        assert torch.allclose(found[1, columns], weight[1, columns], rtol=0.1)
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
 def test_chunks_and_the_order_in_memory_do_not_show(kind: str) -> None:
     """A matrix of more than is rounded at once has in each row what the row has alone."""
     whole = quantize(matrix(), kind)

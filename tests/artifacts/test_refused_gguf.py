@@ -235,3 +235,35 @@ def test_a_file_beside_a_model(seeing: dict[str, Path], tmp_path: Path, family: 
     with pytest.raises(ToolkitError) as error:
         opened(tmp_path / "m.gguf")
     assert str(error.value) == f"{file}: {told}"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (key("general.name", "x"), "the model beside it has no token <unk>, which its pictures need"),
+        (key("clip.projector_type", "odd"), "clip.projector_type: expected "),
+        (key("clip.projector_type", "qwen2vl_merger"), "it is for models of qwen2vl, the one beside it is llama"),
+    ],
+)
+def test_a_text_model_opens_beside_what_another_sees_with(
+    tiny_models: Any,
+    seeing: dict[str, Path],
+    tmp_path: Path,
+    change: Change,
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Both are of one width. Under its own name the file is meant for it, and refused."""
+    rewrite(str(tiny_models("llama")), tmp_path / "text.gguf", to="gguf", gguf_type="f32")
+    other = rewritten(seeing["llava"] / "mmproj-m.gguf", tmp_path / "mmproj-other.gguf", change)
+    assert load_spec(open_checkpoint(tmp_path / "text.gguf"))[0].vision is None
+    assert f"{other}: {told}" in caplog.text
+    other.rename(tmp_path / "mmproj-text.gguf")
+    with pytest.raises(ToolkitError, match=told[:20]):
+        open_checkpoint(tmp_path / "text.gguf")
+
+
+def test_what_is_beside_a_model_under_another_name_is_found(seeing: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copy(seeing["llava"] / "m.gguf", tmp_path / "m-q8.gguf")
+    shutil.copy(seeing["llava"] / "mmproj-m.gguf", tmp_path / "mmproj-m-f32.gguf")
+    assert load_spec(open_checkpoint(tmp_path / "m-q8.gguf"))[0].vision is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -69,6 +70,41 @@ def test_a_file_of_the_same_name_takes_nothing_of_what_a_killed_run_left(tmp_pat
     assert not (tmp_path / ".y.gguf.partial").exists()
 
 
+DYING = """
+import os, sys
+from pathlib import Path
+from toolkit.artifacts.output import stage
+
+target, calls = Path(sys.argv[1]), iter(range(9))
+def dying(real):
+    def call(*arguments):
+        os._exit(9) if next(calls) == int(sys.argv[2]) else real(*arguments)
+    return call
+stage.os.rename, stage.os.replace = dying(os.rename), dying(os.replace)
+with stage.write_file(target, ["m.scales", "mmproj-m", "m.more"]) as file:
+    file.write_text("new")
+    for name in ("m.scales", "m.more"):
+        (file.with_name("beside") / name).write_text("new")
+"""
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_killed_while_it_replaces_files_that_belong_together(tmp_path: Path, step: int) -> None:
+    """None is torn, and none of the old ones is gone while the old file is there; the next run tidies up."""
+    files = ("m", "m.scales", "mmproj-m")
+    for name in files:
+        (tmp_path / name).write_text("old")
+    done = subprocess.run([sys.executable, "-c", DYING, str(tmp_path / "m"), str(step)], check=False)
+    assert done.returncode == (9 if step < 5 else 0)
+    left = {str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
+    assert {"old", "new", ""} >= set(left.values())
+    assert list(left.values()).count(left["m"]) == 3
+    with pytest.raises(KeyError), write_file(tmp_path / "m"):
+        raise KeyError
+    new = {"m": "new", "m.scales": "new", "m.more": "new"}
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == (dict.fromkeys(files, "old") if step < 3 else new)
+
+
 def test_a_finished_stage_leaves_artifact_and_manifest_alone(tmp_path: Path, source: Path) -> None:
     target = tmp_path / "deep" / "er" / "out"
     run(target, source, bits=4)
@@ -87,6 +123,23 @@ def test_a_finished_stage_leaves_artifact_and_manifest_alone(tmp_path: Path, sou
     )
     assert data["size_bytes"] == 1 and data["files"][0]["name"] == "file"
     assert data["parent"]["digest"] == content_digest(source)
+
+
+def test_a_manifest_is_json_whatever_was_measured(tmp_path: Path, source: Path) -> None:
+    """Python writes NaN and Infinity, which are none; those of older versions are read."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    target, parent = tmp_path / "out", describe_parent(source)
+    with open_stage(target, kind="quantized", stage="t", parent=parent, options={}) as stage:
+        stage.finish({"layers": [{"rel_error": math.nan}, {"rel_error": 0.5}], "kl": -math.inf})
+    text = (target / MANIFEST).read_text()
+    found = json.loads(text, parse_constant=refuse)["quality"]
+    assert found == {"layers": [{"rel_error": None}, {"rel_error": 0.5}], "kl": None}
+    (target / MANIFEST).write_text(text.replace('"kl": null', '"kl": Infinity'))
+    manifest = read_manifest(target)
+    assert manifest is not None and manifest.quality["kl"] == math.inf
 
 
 def test_same_inputs_and_options_again_is_already_there(tmp_path: Path, source: Path) -> None:

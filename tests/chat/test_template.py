@@ -252,6 +252,8 @@ def test_stop_words_are_found_in_the_model_s_own_template(make: Any) -> None:
     config = template.with_stops(GenerationConfig(stop_words=["###"], stop_token_ids=[5]))
     assert config.stop_words == ["###"]
     assert config.stop_token_ids == [5, tok.token_id("<|im_end|>")]
+    most = template.with_stops(GenerationConfig(stop_words=["#"] * 64, stop_token_ids=[5] * 1024))
+    assert len(most.stop_token_ids or ()) == 1025  # the template's own do not count
     assert template.with_stops(GenerationConfig(ignore_eos=True)).stop_token_ids is None
     again = template.with_stops(GenerationConfig(stop_words=["<|im_end|>"]))
     assert (again.stop_words, again.stop_token_ids) == (["<|im_end|>"], None)

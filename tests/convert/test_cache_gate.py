@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 
 import numpy as np
@@ -82,6 +83,15 @@ def test_auto_runs_what_was_chosen_and_asks_for_a_measure(artifact) -> None:
     assert cache_policy(artifact, dataclasses.replace(config, kv_loss=0.01))[0] == {}
     assert cache_policy(artifact, TurbomindEngineConfig(quant_policy=4))[0] == {"quant_policy": 4, "key_means": "AAAA"}
     assert cache_policy(artifact, TurbomindEngineConfig(quant_policy=8))[0] == {"quant_policy": 8}
+
+
+def test_figures_that_are_no_numbers_are_none(artifact) -> None:
+    """One that is NaN counted as no loss at all. Infinity is what older versions wrote of one that breaks the model."""
+    for kl, expected in ((math.nan, None), (math.inf, 0)):
+        worst = dataclasses.replace(COST.choices[1], kl=kl)
+        keep_cost(artifact, dataclasses.replace(COST, choices=(worst,)))
+        found = read_cost(artifact)
+        assert expected == (None if found is None else found.instead())
 
 
 def test_what_breaks_a_model_is_refused_with_what_it_costs(artifact, tiny_models) -> None:

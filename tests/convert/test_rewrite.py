@@ -23,7 +23,10 @@ from toolkit.artifacts.formats.describe import layout_of
 from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.manifest import read_manifest
+from toolkit.artifacts.output import stage
 from toolkit.artifacts.rounding import to_group_int
+from toolkit.artifacts.scales import Scales, write_scales
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.convert.formats import FORMATS, rewrite
 from toolkit.errors import ToolkitError, UsageError
@@ -259,8 +262,6 @@ def test_dense_models_are_rounded_and_it_is_said(tiny_models: Any, tmp_path: Pat
 @pytest.mark.parametrize("family", list(GGUF_FAMILIES))
 def test_gguf_of_every_family_reads_back_as_the_same_model(tiny_models: Any, tmp_path: Path, family: str) -> None:
     """Spec, numbers and tokenizer survive: rope permutation, norms plus one, fused and split matrices."""
-    from toolkit.artifacts.text.tokenizer import Tokenizer
-
     source = tiny_models(family, **GGUF_FAMILIES[family])
     done = rewrite(str(source), tmp_path / "m.gguf", to="gguf")
     assert done.manifest is None and any("lossless" in note for note in done.notes)
@@ -469,6 +470,17 @@ def test_gguf_has_the_chat_template_that_the_model_is_served_with(
     assert read_container(tmp_path / "m.gguf").metadata["tokenizer.chat_template"] == "{{ messages }} one"
 
 
+def test_gguf_has_all_chat_templates_of_the_model(tiny_models: Any, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_models("llama", **PLAIN), tmp_path / "model")
+    (model / "additional_chat_templates").mkdir()
+    for name in ("rag", "tool_use"):
+        (model / "additional_chat_templates" / f"{name}.jinja").write_text(f"{name} {{{{ messages }}}}")
+    rewrite(str(model), tmp_path / "m.gguf", to="gguf", gguf_type="q8_0")
+    assert read_container(tmp_path / "m.gguf").metadata["tokenizer.chat_templates"] == ["rag", "tool_use"]
+    ours, theirs = (Tokenizer.open(open_checkpoint(p).tokenizer_dir) for p in (tmp_path / "m.gguf", model))
+    assert len(ours.chat_templates) == 3 and ours.chat_templates == theirs.chat_templates
+
+
 @pytest.mark.parametrize(
     ("family", "more"),
     [
@@ -528,6 +540,30 @@ def test_a_gguf_file_is_not_replaced_unasked(tiny_models: Any, tmp_path: Path) -
     rewrite(source, target, to="gguf", overwrite=True)
     assert target.read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf"]
+
+
+def test_the_scales_of_a_gguf_file_are_replaced_with_it(
+    tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or neither is: those of the old file went before the new one was in its place."""
+    shutil.copytree(tiny_models("llama", **PLAIN), tmp_path / "model")
+    target, scales = tmp_path / "m.gguf", tmp_path / "m.gguf.scales"
+    write_scales(tmp_path / "model", {"a": Scales(torch.ones(3))})
+    rewrite(str(tmp_path / "model"), target, to="gguf")
+    before = (target.read_bytes(), scales.read_bytes())
+    (tmp_path / "model" / "folded.scales").unlink()
+
+    def fails(*arguments: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(stage.os, "replace", fails)
+        with pytest.raises(ToolkitError, match="Input/output error"):
+            rewrite(str(tmp_path / "model"), target, to="gguf", gguf_type="q8_0", overwrite=True)
+    assert (target.read_bytes(), scales.read_bytes()) == before
+    rewrite(str(tmp_path / "model"), target, to="gguf", gguf_type="q8_0", overwrite=True)
+    assert target.read_bytes() != before[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf", "model"]
 
 
 def test_a_gguf_file_of_an_artifact_is_not_replaced_alone(tiny_models: Any, tmp_path: Path) -> None:

@@ -92,6 +92,29 @@ def test_loading_and_unloading_under_many_streams(engine: AsyncEngine, adapters:
         engine.adapters.unload("a")
 
 
+def test_one_that_only_a_held_request_uses_leaves_with_it(
+    engine: AsyncEngine, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        engine.adapters.load(name, adapters[name])
+    assert answer(engine, 0, "b")  # memory has room for one of them
+    let = threading.Event()
+    monkeypatch.setattr(
+        "toolkit.artifacts.adapters.adapter.read_changes", lambda *of: let.wait(60) and read_changes(*of)
+    )
+    runner = engine._loop._core.runner  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(lambda: list(engine.generate_sync([5], SHORT, request_id="held", adapter="a")))
+        while not engine.stats()["waiting"]:
+            time.sleep(0.001)
+        engine.adapters.unload("a")
+        there = set(runner.adapter_numbers)
+        engine.abort("held")
+        ended = held.result(60)[-1].finish_reason
+        let.set()
+        assert (there, ended, set(runner.adapter_numbers)) == ({0, 1}, "abort", {1})
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_streams_go_on_while_one_is_read(
     kept: bool, tiny_models: Any, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +104,18 @@ def test_suspects_come_one_after_the_other() -> None:
         order.append(following.id)
     assert order == ["again 0", "again 1", "again 3", "again 4"]
     assert suspects.admit(request("new", 4)) and suspects.admit(request("newer", 3))
+
+
+def test_a_suspect_does_not_wait_until_its_adapter_has_gone() -> None:
+    suspects = Suspects(Clock())
+    asked = [replace(request(f"{i}", i), adapter=i % 2) for i in range(4)]
+    suspects.crashed(asked)
+    assert [suspects.admit(one) for one in asked] == [True, False, False, False]
+    assert [one.id for one in suspects.release(1)] == ["1", "3"] and not suspects.release(1)
+    assert suspects.ended("3") is None and suspects.proven("1") is None, "2 still waits for 0"
+    following = suspects.proven("0")
+    assert following is not None and following.id == "2"
+    assert suspects.admit(request("new", 3)), "it ended well"
 
 
 def test_suspects_are_forgotten_beyond_a_number() -> None:

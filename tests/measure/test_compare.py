@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from toolkit.errors import UsageError
 from toolkit.measure.compare import compare
+from toolkit.measure.predictions import Before
 
 
 @pytest.fixture
@@ -58,3 +60,13 @@ def test_refusals(tiny_models: Any, text: Path, tmp_path: Path) -> None:
             compare(a, a, text, **options)
     with pytest.raises(UsageError, match="cannot be read"):
         compare(a, a, tmp_path / "nosuch")
+
+
+@pytest.mark.parametrize("bad", [math.nan, 1e6])
+def test_what_a_broken_model_lost_is_a_number(bad: float) -> None:
+    """For JSON has neither NaN nor infinity."""
+    before = Before()
+    before.add(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0, bad]]), torch.tensor([0]))
+    found = before.figures()
+    assert found["perplexity_before"] == pytest.approx(1 + math.e)
+    assert found["perplexity_after"] == pytest.approx(math.exp(700)) and found["kl"] == 700

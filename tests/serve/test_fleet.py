@@ -456,6 +456,7 @@ def test_what_lies_in_a_directory(tmp_path: Path) -> None:
     one, two = model(tmp_path / "one"), model(tmp_path / "dir" / "two")
     model(tmp_path / "dir" / ".hidden")
     (tmp_path / "dir" / "three.gguf").write_bytes(b"x" * 7)
+    (tmp_path / "dir" / "mmproj-three.gguf").write_bytes(b"x")  # what it sees with is no model
     (tmp_path / "dir" / "notes").mkdir()
     for name, base in (("tales", "owner/two"), ("verse", str(two)), ("lost", "owner/other")):
         (tmp_path / "dir" / name).mkdir()

@@ -48,6 +48,28 @@ def test_chat(engine: AsyncEngine, server_on: Any) -> None:
         assert "routed_experts" not in plain["choices"][0]
 
 
+def test_behind_a_thought_that_was_cut(engine: AsyncEngine, server_on: Any) -> None:
+    """The second part of the answer computes the prompt and the first part again; each token is told of once."""
+    body = {"model": "echo", "messages": [{"role": "user", "content": "Hello"}], **COMMON, "max_tokens": 80}
+    body |= {"thinking_token_budget": 3, "return_token_ids": True, "logprobs": True}
+    with server_on(engine, reasoning_parser="deepseek_r1") as server:
+
+        def check(prompt: list[int], answer: list[int], routed: Any) -> None:
+            assert len(routed) == len(prompt + answer) - 1 == len(prompt) + 79
+            told = {"input_ids": [*prompt, *answer[:-1]], **COMMON, "max_tokens": 1}
+            assert ask(f"{server.url}/generate", told)[0]["meta_info"]["routed_experts"] == routed
+
+        (whole,) = ask(f"{server.v1}/chat/completions", body)
+        choice = whole["choices"][0]
+        assert "answer now" in choice["message"]["reasoning_content"]
+        assert len(choice["logprobs"]["content"]) == whole["usage"]["completion_tokens"] == 80
+        check(whole["prompt_token_ids"], choice["token_ids"], choice["routed_experts"])
+        stream = ask(f"{server.v1}/chat/completions", body | {"stream": True})
+        parts = [chunk["choices"][0] for chunk in stream]  # where the thought is cut depends on who is how fast
+        ids = [i for part in parts for i in part.get("token_ids", ())]
+        check(stream[0]["prompt_token_ids"], ids, parts[-1]["routed_experts"])
+
+
 def test_generate(engine: AsyncEngine, server_on: Any) -> None:
     body = {"input_ids": [5, 77, 200, 13], **COMMON}
     with server_on(engine) as server:

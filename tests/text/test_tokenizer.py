@@ -96,6 +96,7 @@ def test_ids_outside_the_vocabulary_give_no_text(tokenizer_dirs: dict[str, Path]
 def test_lone_surrogates_are_replaced(tokenizer_dirs: dict[str, Path]) -> None:
     tok = Tokenizer.open(tokenizer_dirs["byte_level"])
     assert tok.decode(tok.encode("a\ud800b")) == "a?b"
+    assert tok.encode_beginning("a\ud800b", 100) == tok.encode("a\ud800b")
 
 
 @pytest.mark.parametrize(("add", "expected"), [(True, [1]), (False, [])])

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import Manifest, read_manifest
+from toolkit.base.figures import rise
 from toolkit.base.record import later, plain, read
+from toolkit.base.whole_file import write_whole
 from toolkit.errors import ToolkitError
 
 QUALITY = "kv_cache"  # its key in a manifest's quality
@@ -48,7 +48,7 @@ class Choice:
         return f"{self.bits:.3g} bits, {self.bytes:,} bytes a token, {self.cost()}"
 
     def cost(self) -> str:
-        return f"{100 * self.loss:+.2f} % perplexity (KL {self.kl:.4f})"
+        return f"{rise(self.loss)} perplexity (KL {self.kl:.4f})"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ def read_cost(artifact: Path) -> CacheCost | None:
     try:
         found = manifest.quality.get(QUALITY) or json.loads(_kept(manifest).read_text(encoding="utf-8"))
         cost = read(CacheCost, found)
-        return cost if cost.form == FORM else None
+        known = not any(math.isnan(choice.kl + choice.perplexity_ratio) for choice in cost.choices)
+        return cost if known and cost.form == FORM else None
     except (OSError, ValueError):
         return None
 
@@ -102,14 +103,10 @@ def keep_cost(artifact: Path, cost: CacheCost) -> None:
     manifest = read_manifest(artifact)
     assert manifest is not None
     path = _kept(manifest)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(to_json(cost)), encoding="utf-8")
-        os.replace(scratch, path)
+        write_whole(path, json.dumps(to_json(cost)).encode())
     except OSError as error:
-        with suppress(OSError):
-            scratch.unlink()
         raise ToolkitError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 

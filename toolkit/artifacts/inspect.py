@@ -13,7 +13,7 @@ from toolkit.artifacts.engine.artifact import EngineArtifact, rank_file
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import Manifest, check_files, hub_origin, read_manifest
 from toolkit.artifacts.weight_files.find import PICKLED
-from toolkit.base.figures import written
+from toolkit.base.figures import rise, written
 from toolkit.models.registry import LANGUAGE_PARTS
 from toolkit.models.vision import VisionSpec
 
@@ -161,7 +161,7 @@ def _cost(record: dict[str, Any]) -> str:
     before, after, kl = (_number(quality.get(name)) for name in ("perplexity_before", "perplexity_after", "kl"))
     parts = []
     if before and after:
-        parts.append(f"perplexity {written(before)} → {written(after)} ({100 * (after / before - 1):+.1f} %)")
+        parts.append(f"perplexity {written(before)} → {written(after)} ({rise(after / before - 1, 1)})")
     if (cosine := _number(quality.get("cosine"))) is not None:
         parts.append(f"cosine {cosine:.5f} to the vectors of before")
     if kl is not None:
@@ -169,7 +169,7 @@ def _cost(record: dict[str, Any]) -> str:
     head = quality.get("head")
     ratio = _number(head.get("perplexity_ratio")) if isinstance(head, dict) else None
     if ratio is not None and isinstance(head, dict):
-        parts.append(f"perplexity {100 * (ratio - 1):+.2f} % by a head of {head.get('bits')} bits")
+        parts.append(f"perplexity {rise(ratio - 1)} by a head of {head.get('bits')} bits")
     tokens = _number(quality.get("tokens") or (head.get("tokens") if isinstance(head, dict) else None))
     return "\n" + ", ".join(parts) + (f", on {tokens:,.0f} tokens" if tokens else "") if parts else ""
 

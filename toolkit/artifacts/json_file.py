@@ -7,6 +7,7 @@ nested deep enough to exhaust the stack of what walks it.
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,15 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def _kind(value: Any) -> str:
     names = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+def finite(data: Any) -> Any:
+    """``data`` with None for each NaN and infinity: JSON has no such numbers, and others refuse what Python writes."""
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def write_json_object(path: Path, data: dict[str, Any]) -> None:

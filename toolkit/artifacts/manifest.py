@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.artifacts.json_file import read_json_object, write_json_object
+from toolkit.artifacts.json_file import finite, read_json_object, write_json_object
 from toolkit.artifacts.weight_files.find import pickled_weights
 from toolkit.artifacts.weight_files.safetensors_file import MAX_HEADER
 from toolkit.base.record import later, plain, read
@@ -129,7 +129,7 @@ def _is_plain(name: str) -> bool:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    write_json_object(directory / MANIFEST, manifest.to_json())
+    write_json_object(directory / MANIFEST, finite(manifest.to_json()))
 
 
 def describe_file(directory: Path, file: Path, boot: str = "") -> FileEntry:

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from toolkit.base import extras
+from toolkit.base.whole_file import sync
 from toolkit.errors import UsageError
 from toolkit.serve.openai.batches.results import lines_at, places
 
@@ -47,6 +48,7 @@ def write_table(kept: Path, target: Path) -> None:
                     writer.write_table(pyarrow.Table.from_pylist(rows, schema))
                     rows = []
             writer.write_table(pyarrow.Table.from_pylist(rows, schema))
+        sync(scratch)
         os.replace(scratch, target)
     finally:
         scratch.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import orjson
 from numpy.typing import NDArray
 
 from toolkit.base import extras
+from toolkit.base.whole_file import sync
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.openai.batches.results import lines_at, places
 
@@ -47,6 +48,7 @@ def collect(answers: Path, target: Path) -> tuple[int, int]:
     made = target.with_name(f".{target.name}.writing")
     try:
         _WRITERS[target.suffix](made, _rows(answers, order), len(order), width)
+        sync(made)
         os.replace(made, target)
     except OSError as error:
         raise ToolkitError(f"{target}: cannot be written ({error.strerror}); all answers are in {answers}") from error

@@ -154,7 +154,7 @@ class GenerationConfig:
             if getattr(self, name) not in (None, "all", "generation"):
                 raise UsageError(f"{name}: expected 'all', 'generation' or None, found {shown(getattr(self, name))}")
         for name, most in MOST.items():
-            allowed = most + TEMPLATE_STOPS if name == "stop_words" else most
+            allowed = most + TEMPLATE_STOPS if name in ("stop_words", "stop_token_ids") else most
             if (count := len(getattr(self, name) or ())) > allowed:
                 raise UsageError(f"{name}: expected at most {most} entries, found {count}")
         for key, value in (self.logit_bias or {}).items():

@@ -34,4 +34,4 @@ GREEDY_BELOW = 1e-5  # a temperature: logits that differ by 0.001 are then e^100
 # How long the lists of a request may be, and the words in them (in characters).
 MOST = {"stop_words": 64, "bad_words": 4096, "stop_token_ids": 1024, "bad_token_ids": 1 << 16, "logit_bias": 1024}
 WORD_LENGTH = {"stop_words": 4096, "bad_words": 256}
-TEMPLATE_STOPS = 16  # stop words that a chat template may add to a request's own
+TEMPLATE_STOPS = 16  # stop words, and ids, that a chat template may add to a request's own

@@ -19,7 +19,7 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.convert.head_cost import few_seconds
 from toolkit.convert.own_text import write_on
 from toolkit.errors import ToolkitError
-from toolkit.measure.divergence import log_softmax
+from toolkit.measure.divergence import bounded, log_softmax, perplexity_of
 from toolkit.measure.next_logits import make_ready, next_logits
 from toolkit.measure.text import heldout_text
 from toolkit.models.spec import DecoderSpec
@@ -153,7 +153,7 @@ class _Bench:
             lost = kl = math.inf
         self.done += 1
         self.progress(self.done, self.total)
-        return math.exp(min(lost / count, 700.0)), kl / count
+        return perplexity_of(lost / count), bounded(kl / count)
 
 
 def _openings(tokenizer: Tokenizer, count: int, length: int, vocabulary: int) -> NDArray[np.int32]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -100,11 +99,11 @@ def rewrite(
         check_scales_target(scales)
         if sees:
             check_file_target(beside, path, overwrite)
-        with write_file(target) as file, write_file(beside) if sees else nullcontext() as eyes:
+        with write_file(target, [beside.name] * sees + [scales.name]) as file:
             check_file_target(target, path, overwrite)  # another run may just have ended
-            notes, _ = gguf(file, eyes)
-            scales.unlink(missing_ok=True)  # of the file that this one takes the place of now
-        copy_scales(path, target)
+            folder = file.with_name("beside")
+            notes, _ = gguf(file, folder / beside.name if sees else None)
+            copy_scales(path, folder / target.name)
         return Rewritten(target, to, notes, None)
     quantized = any_quantized(checkpoint, stored)
     if not quantized and to not in ("hf", "gguf", *ROUNDED):

@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.artifacts.manifest import MANIFEST, Manifest, check_files, pending, read_manifest
-from toolkit.artifacts.output.partial import sync
 from toolkit.base import libc
 from toolkit.base.threads import give_way
+from toolkit.base.whole_file import sync
 from toolkit.errors import ToolkitError
 
 _PIECE = 16 << 20  # bytes: so long at most does a process that ends wait for the disk

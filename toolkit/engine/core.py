@@ -300,6 +300,8 @@ class EngineCore:
                     self._queue(found)
                 else:
                     self._outputs.append(found)
+        if self.adapters.leaving:  # a request that was held may have ended
+            self._drop_adapters()
         if self.keeper is not None and not self._nap.gone:
             self.keeper.turn(busy=bool(self.scheduler.running))
         outputs, self._outputs = self._outputs, []

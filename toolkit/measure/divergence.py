@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+MOST = 700.0  # nats a token, of which exp is about the largest float: what is said of a model that has lost everything
 ROWS = 128  # positions whose log-probabilities are held at once
 
 F32 = NDArray[np.float32]
@@ -55,5 +56,10 @@ def log_softmax(logits: F32, dtype: type[np.floating[Any]] = np.float64) -> NDAr
 
 
 def perplexity_of(lost: float) -> float:
-    """exp of the mean −log p of a token; infinite where that is beyond what a float holds."""
-    return math.exp(lost) if lost < 700 else math.inf
+    """exp of the mean −log p of a token, as ``bounded``."""
+    return math.exp(bounded(lost))
+
+
+def bounded(nats: float) -> float:
+    """``nats``, but ``MOST`` where they are more, or no number at all."""
+    return nats if nats < MOST else MOST

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.measure.divergence import perplexity_of
+from toolkit.measure.divergence import bounded, perplexity_of
 
 
 def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Before:
         return {
             "perplexity_before": perplexity_of(self._lost[0] / tokens),
             "perplexity_after": perplexity_of(self._lost[1] / tokens),
-            "kl": self._kl / tokens,
+            "kl": bounded(self._kl / tokens),
             "top1_agreement": self._agreed / tokens,
             "tokens": tokens,
         }

@@ -20,6 +20,7 @@ from toolkit.artifacts.gguf.tokenizer import write_tokenizer
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
+from toolkit.base.whole_file import sync
 from toolkit.models.gguf import Gguf
 from toolkit.models.mtp import COPIES, FURTHER, NEXTN, deeper, nextn_of
 from toolkit.models.registry import build
@@ -113,6 +114,8 @@ class GgufFile:
         scratch = Path(tempfile.mkdtemp(prefix=f".{digest}.", dir=target.parent))
         try:
             self.write_configs(scratch)
+            for path in (*scratch.rglob("*"), scratch):
+                sync(path)
             os.rename(scratch, target)
         except OSError:
             if not target.is_dir():  # else another process was faster: its files are the same

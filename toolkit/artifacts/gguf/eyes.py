@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +29,15 @@ from toolkit.models.vision import Shapes, VisionSpec, tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger("toolkit.artifacts")
+
 FILE = "mmproj.gguf"  # beside model.gguf
 _SWAPPED = {"up": "down", "down": "up"}
 _OLDER = {"v.image_newline": "model.image_newline"}  # names of tensors in files of older versions
+
+
+class _OfAnother(ToolkitError):
+    """The file is not for the language model beside it, as far as can be told."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class _Clip(Keys):
 
     def token(self, text: str) -> int:
         if not self.knows(text):
-            raise ToolkitError(f"{self.path}: the model beside it has no token {text}, which its pictures need")
+            raise _OfAnother(f"{self.path}: the model beside it has no token {text}, which its pictures need")
         return self.tokens.index(text)
 
 
@@ -185,17 +193,28 @@ class Eyes:
 
 
 def open_eyes(path: Path, language: GgufContainer) -> Eyes | None:
-    """What stands beside the language model at ``path``: ``mmproj-`` and its name, or the first by name that fits its
-    width; None where there is none. Raises ToolkitError for one that cannot be read."""
+    """What stands beside the language model at ``path``: ``mmproj-`` and its name, or the first by name that fits it
+    (width, architecture, tokens); None where there is none. Raises ToolkitError for one that cannot be read."""
     named = path.with_name(f"mmproj-{path.name}")
     others = [file for file in sorted(path.parent.glob(EYES)) if file not in (named, path)]
     width = language.metadata.get(f"{language.metadata.get('general.architecture')}.embedding_length")
     for file in [named] * named.is_file() + others:
         container = read_container(file)
         check_kinds(file, container.metadata)
-        if file == named or container.metadata.get("clip.vision.projection_dim") == width:
+        if file != named and container.metadata.get("clip.vision.projection_dim") != width:
+            continue
+        try:
             return _read(container, language.metadata)
+        except _OfAnother as error:  # several models may lie in a directory
+            if file == named:
+                raise
+            _tell(path, str(error))
     return None
+
+
+@cache
+def _tell(path: Path, why: str) -> None:
+    log.warning("%s is read without a file beside it: %s", path, why)
 
 
 def _read(container: GgufContainer, language: Mapping[str, Any]) -> Eyes:
@@ -207,9 +226,8 @@ def _read(container: GgufContainer, language: Mapping[str, Any]) -> Eyes:
     if not fitting:
         names = ", ".join(dict.fromkeys(one.projector for one in known))
         where = f"{container.path}: clip.projector_type"
-        raise ToolkitError(f"{where}: expected {names}, found {kind!r:.40}; without the file texts are read")
-    arch = language.get("general.architecture")
-    spelling = next((one for one in fitting if one.text is not None and one.text.arch == arch), fitting[0])
+        raise _OfAnother(f"{where}: expected {names}, found {kind!r:.40}; without the file texts are read")
+    spelling = _spelling(container.path, fitting, language.get("general.architecture"))
     tokens = language.get("tokenizer.ggml.tokens") or []
     clip = _Clip(container.path, metadata, "clip.vision", container.tensors, tokens)
     try:
@@ -222,3 +240,13 @@ def _read(container: GgufContainer, language: Mapping[str, Any]) -> Eyes:
     config = {"architectures": [family.architectures[0]], **fields}
     colours = {"image_mean": clip.numbers("image_mean"), "image_std": clip.numbers("image_std")}
     return Eyes(container, family, spelling, config, preprocessor | colours)
+
+
+def _spelling(path: Path, fitting: Sequence[Mmproj], arch: Any) -> Mmproj:
+    """The one of a language model of ``arch``, else one for those of any."""
+    own = [one for one in fitting if one.text is not None and one.text.arch == arch]
+    found = own or [one for one in fitting if one.text is None]
+    if not found:
+        archs = ", ".join(dict.fromkeys(one.text.arch for one in fitting if one.text is not None))
+        raise _OfAnother(f"{path}: it is for models of {archs}, the one beside it is {arch}")
+    return found[0]

@@ -12,6 +12,7 @@ import numpy as np
 
 from toolkit.errors import ToolkitError
 
+TEMPLATE = "tokenizer.chat_template"  # of the usual one; TEMPLATE.NAME: of another, as "tool_use"
 _TEXT, _TEXTS, _NUMBERS, _WHOLE, _TRUTH = (
     "text",
     "a list of texts",
@@ -32,7 +33,7 @@ _KINDS = {
     "tokenizer.ggml.token_type": _NUMBERS,
     "tokenizer.ggml.add_bos_token": _TRUTH,
     "tokenizer.ggml.add_space_prefix": _TRUTH,
-    "tokenizer.chat_template": _TEXT,
+    TEMPLATE: _TEXT,
     "clip.projector_type": _TEXT,
     "clip.vision.projector_type": _TEXT,
     "clip.vision.projection_dim": _WHOLE,

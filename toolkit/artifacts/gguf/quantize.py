@@ -27,6 +27,7 @@ Search = Callable[[Tensor, Tensor, BlockType], tuple[Tensor, Tensor | None]]
 
 _CHUNK = 1 << 18  # elements rounded at once: what bounds memory
 _REFITS = 3
+_MOST = 65504.0 * 128 * 32  # the largest number that a type holds: Q6_K's. The searches' squares overflow far above it
 
 
 def quantize(
@@ -45,7 +46,10 @@ def quantize(
         if not bool(torch.isfinite(cast).all()):
             raise ToolkitError(f"{name}: a value is beyond float16's 65504; use bf16 or f32")
         return Dense(cast)
-    block = BLOCKS[kind]
+    block, peak = BLOCKS[kind], float(weight.abs().max())
+    beyond = f"{name}: weights up to {peak:.3g} need a scale beyond float16"
+    if peak > _MOST:
+        raise ToolkitError(beyond)
     if importance is not None:
         importance = importance.float().clamp(min=0)
         importance = importance / importance.mean().clamp(min=1e-30)
@@ -54,9 +58,10 @@ def quantize(
     parts = [_quantize_rows(part.float().contiguous(), block, importance, search) for part in weight.split(rows)]
     found = join_rows(parts)
     assert isinstance(found, GroupInt)
-    floats = found.scales if found.super_scales is None else found.super_scales.d
-    if not bool(torch.isfinite(floats).all()):
-        raise ToolkitError(f"{name}: weights up to {float(weight.abs().max()):.3g} need a scale beyond float16")
+    supers = found.super_scales
+    floats = (found.scales, found.minima) if supers is None else (supers.d, supers.dmin)
+    if not all(bool(torch.isfinite(one).all()) for one in floats if one is not None):
+        raise ToolkitError(beyond)
     return found
 
 

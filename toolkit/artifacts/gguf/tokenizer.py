@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.artifacts.gguf.keys import TEMPLATE
 from toolkit.artifacts.gguf.pre_tokenizers import BY_NAME, COMPOSED, WHOLE_PIECES, build_cuts
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.text.tokenizer_pieces import CONTROL, SPACE, USER_DEFINED, merges_by_score
@@ -13,6 +15,9 @@ from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+# llama.cpp's converter writes names of letters, digits and _. They become names of files.
+_NAMED_TEMPLATE = re.compile(re.escape(TEMPLATE) + r"\.([A-Za-z0-9_]{1,64})")
 
 
 def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -141,11 +146,17 @@ def tokenizer_config(path: Path, metadata: Mapping[str, Any], context_length: in
 
 
 def write_tokenizer(path: Path, metadata: Mapping[str, Any], context_length: int, target: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja of the GGUF file ``path`` to ``target``."""
+    """Write tokenizer.json, tokenizer_config.json and chat templates of the GGUF file ``path`` to ``target``."""
     built = build_tokenizer(path, metadata)
     config = tokenizer_config(path, metadata, context_length)
     built.save(str(target / "tokenizer.json"))
     write_json_object(target / "tokenizer_config.json", config)
-    template = metadata.get("tokenizer.chat_template")
-    if isinstance(template, str) and template:
-        (target / "chat_template.jinja").write_text(template, encoding="utf-8")
+    more = target / "additional_chat_templates"
+    for key, template in metadata.items():
+        if not isinstance(template, str) or not template:
+            continue
+        if key == TEMPLATE:
+            (target / "chat_template.jinja").write_text(template, encoding="utf-8")
+        elif found := _NAMED_TEMPLATE.fullmatch(key):
+            more.mkdir(exist_ok=True)
+            (more / f"{found[1]}.jinja").write_text(template, encoding="utf-8")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from toolkit.artifacts.gguf.keys import TEMPLATE
 from toolkit.artifacts.gguf.pre_tokenizers import COMPOSED, STEPS, name_of
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.text.tokenizer import Tokenizer
@@ -64,12 +66,21 @@ def vocabulary(
         found["tokenizer.ggml.merges"] = [" ".join(pair) for pair in merges]
     found |= _special_ids(opened.config, listed, config, generation)
     found |= _flags(path, data, found, sentencepiece)
-    template = opened.chat_template or next(iter(opened.chat_templates.values()), None)
     lost = [
         f"the tokenizer's {step} has no place in GGUF: there text that it would change is cut otherwise"
         for step in _lost(data, found["tokenizer.ggml.pre"], sentencepiece)
     ]
-    return found if template is None else {**found, "tokenizer.chat_template": template}, lost
+    return found | _templates(opened.chat_templates), lost
+
+
+def _templates(templates: Mapping[str, str]) -> dict[str, Any]:
+    """Chat templates as llama.cpp's converter writes them; where none is the usual one, the first is."""
+    if not templates:
+        return {}
+    usual = templates.get("default") or next(iter(templates.values()))
+    named = {re.sub(r"[^A-Za-z0-9]", "_", name): text for name, text in templates.items() if name != "default"}
+    listed = {"tokenizer.chat_templates": list(named)} if named else {}
+    return listed | {f"{TEMPLATE}.{name}": text for name, text in named.items()} | {TEMPLATE: usual}
 
 
 def _kind(

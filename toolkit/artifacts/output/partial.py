@@ -14,8 +14,8 @@ from typing import IO
 from toolkit.artifacts.output.replace import remove_artifact
 from toolkit.errors import ToolkitError, UsageError
 
-# Everything that may lie in a partial directory; "activations" are quant's, "file" is write_file's.
-_PARTS = {"lock", "key.json", "state", "out", "old", "activations", "file"}
+# Everything that may lie in a partial directory; "activations" are quant's, the last three write_file's.
+_PARTS = {"lock", "key.json", "state", "out", "old", "activations", "file", "beside", "replaced"}
 
 
 def partial_dir(target: Path) -> Path:
@@ -87,12 +87,3 @@ def drop_old(partial: Path) -> None:
     with suppress(OSError):
         if (partial / "old").is_dir():
             remove_artifact(partial / "old")
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or the names in a directory, to disk. OSError passes through."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

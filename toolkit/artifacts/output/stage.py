@@ -8,7 +8,8 @@ Everything is built in a hidden sibling of the target, ``.NAME.partial/``:
     out/        the future artifact; renamed to the target as the last act
     old/        the artifact that was the target while it is being replaced; deleted file by file (``replace.py``)
 
-A single file (``write_file``) has a lock of the same kind and is built as ``.NAME.partial/file``.
+A single file (``write_file``) has a lock of the same kind and is built as ``.NAME.partial/file``, what belongs to it in
+``beside/``; what that takes the place of waits in ``replaced/`` until the file is in its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +29,10 @@ from urllib.parse import quote, unquote
 
 from toolkit import __version__
 from toolkit.artifacts.manifest import Manifest, describe_file, read_manifest, write_manifest
-from toolkit.artifacts.output.partial import discard_partial, drop_old, drop_partial, lock_partial, partial_dir, sync
+from toolkit.artifacts.output.partial import discard_partial, drop_old, drop_partial, lock_partial, partial_dir
 from toolkit.artifacts.output.replace import check_directory_target, foreign
 from toolkit.artifacts.weight_files.safetensors_file import array_bytes, read_metadata, write_tensors
+from toolkit.base.whole_file import sync
 from toolkit.errors import ToolkitError, UsageError
 
 if TYPE_CHECKING:
@@ -217,31 +219,61 @@ def open_stage(
 
 
 @contextmanager
-def write_file(target: Path) -> Iterator[Path]:
+def write_file(target: Path, beside: Sequence[str] = ()) -> Iterator[Path]:
     """A path to write a single file at, which replaces ``target`` when the body ends; nothing of it stays if it fails.
 
+    ``beside``: names of files in the same directory that belong to it. What the body has written by them in the folder
+    ``beside`` next to that path replaces them with ``target``; those that it has not written go.
     Raises ToolkitError if it cannot be written, the disk is full or another process writes the same target.
     """
-    partial = partial_dir(target.resolve())
+    real = target.resolve()
+    partial = partial_dir(real)
     try:
         lock = lock_partial(partial, target, wait=False)
     except OSError as error:
         raise ToolkitError(f"{target}: cannot be written: {error.strerror}") from error
     try:
+        _settle(partial, real)
+        if beside:
+            (partial / "beside").mkdir()
         yield partial / "file"
-        sync(partial / "file")
-        os.replace(partial / "file", target.resolve())
-        sync(target.resolve().parent)
+        _replace(partial, real, beside)
     except Exception as error:
         _explain(target, error)
         if isinstance(error, OSError):
             raise ToolkitError(f"{target}: cannot be written: {error.strerror}") from error
         raise
     finally:
+        _settle(partial, real)
         (partial / "file").unlink(missing_ok=True)
         if len(list(partial.iterdir())) == 1:  # what a killed run left for a directory of that name stays, and the lock
             drop_partial(partial)
         lock.close()
+
+
+def _replace(partial: Path, target: Path, beside: Sequence[str]) -> None:
+    """Put what was written in place. All of it is on disk before: what follows takes no time."""
+    new = sorted((partial / "beside").iterdir()) if beside else []
+    for path in (partial / "file", *new):
+        sync(path)
+    if beside:
+        (partial / "replaced").mkdir()
+    for name in beside:
+        if (target.parent / name).exists():
+            os.rename(target.parent / name, partial / "replaced" / name)
+    os.replace(partial / "file", target)
+    _settle(partial, target)
+    sync(target.parent)
+
+
+def _settle(partial: Path, target: Path) -> None:
+    """Beside ``target`` all is of the new one if it is in place, else of the old, wherever a run was killed."""
+    if (partial / "replaced").is_dir():
+        source = partial / ("replaced" if (partial / "file").exists() else "beside")
+        for file in source.iterdir():
+            os.rename(file, target.parent / file.name)
+        shutil.rmtree(partial / "replaced")
+    shutil.rmtree(partial / "beside", ignore_errors=True)
 
 
 def _explain(shown: Path, error: Exception) -> None:

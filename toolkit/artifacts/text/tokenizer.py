@@ -127,7 +127,7 @@ class Tokenizer:
     def encode_beginning(self, text: str, most: int) -> list[int]:
         """``encode``, of so much of the text that it is at most ``most`` tokens with what the model wants around it."""
         room = max(most - len(self._prefix) - len(self._suffix), 0)
-        return [*self._prefix, *self._bare(text)[:room], *self._suffix]
+        return [*self._prefix, *self.encode(text, add_special_tokens=False)[:room], *self._suffix]
 
     def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], int]:
         """Token ids of two texts that are read together, as the model's own files join them, and where the second one

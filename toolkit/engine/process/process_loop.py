@@ -146,6 +146,8 @@ class ProcessLoop:
         with self._lock:
             if self.outage is not None:
                 raise ToolkitError(str(self.outage))
+            for request in self._suspects.release(arguments[0]) if name == "unload_adapter" else ():
+                self._start(request)
             future: Future[Any] = Future()
             self._calls.append((future, partial(set_up_after, name, list(arguments))))
             self._outbox.put(records.pack({"op": "call", "name": name, "arguments": list(arguments)}))

@@ -82,6 +82,14 @@ class Suspects:
             self._held.remove(found)
         return found is not None
 
+    def release(self, adapter: int) -> list[EngineRequest]:
+        """Those held that use an adapter which is about to go: they are sent now, beside the others."""
+        found = [request for request in self._held if request.adapter == adapter]
+        for request in found:
+            self._held.remove(request)
+            self._running[request.id] = _content(request)
+        return found
+
     def _enter(self, request: EngineRequest, key: bytes) -> None:
         self._running[request.id] = key
         self._unproven = request.id

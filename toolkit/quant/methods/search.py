@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.gguf import quantize as gguf_quantize
-from toolkit.artifacts.json_file import write_json_object
 from toolkit.base.record import read
+from toolkit.base.whole_file import write_whole
 from toolkit.errors import UsageError
 from toolkit.models.sites import Site
 from toolkit.models.spec import LinearSpec
@@ -175,9 +175,7 @@ def measure(source: LayerSource, selection: Selection, run: Prepared, costs: Cos
                 sites = selection.sites(source.spec.layers[i])
                 units = units_of(sites).items()
                 found[:0] = [_weigh(name, own, weights, felt, costs) for name, own in units]
-        partial_file = kept.with_suffix(".partial")
-        write_json_object(partial_file, {"units": [asdict(u) for u in found]})
-        partial_file.rename(kept)
+        write_whole(kept, json.dumps({"units": [asdict(u) for u in found]}).encode())
     return with_guesses([read(Unit, u) for u in json.loads(kept.read_text(encoding="utf-8"))["units"]])
 
 

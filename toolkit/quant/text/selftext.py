@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.base.whole_file import write_whole
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError
@@ -120,11 +120,6 @@ def _read_cache(path: Path, plan: CalibrationPlan) -> list[list[int]] | None:
 
 def _write_cache(path: Path, samples: list[list[int]]) -> None:
     """Keep the text where that can be: the run that wrote it, for minutes perhaps, has it anyway."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(samples), encoding="utf-8")
-        os.replace(scratch, path)
-    except OSError:
-        with suppress(OSError):
-            scratch.unlink()
+        write_whole(path, json.dumps(samples).encode())

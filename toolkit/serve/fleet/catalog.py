@@ -8,6 +8,7 @@ from pathlib import Path
 
 from toolkit.artifacts.adapters.config import CONFIG
 from toolkit.artifacts.json_file import read_json_object
+from toolkit.artifacts.manifest import EYES
 from toolkit.artifacts.source import resolve_model
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.model_cards import weight_files
@@ -72,13 +73,14 @@ def _with_aliases(found: dict[str, Listed], aliases: Sequence[str]) -> list[List
 
 
 def _scanned(directory: Path) -> tuple[dict[str, Path], dict[str, tuple[Path, str]]]:
-    """(models by name, adapters by name with the name or path of their base) in a directory, hidden files left out."""
+    """(models by name, adapters by name with the name or path of their base) in a directory; hidden files and
+    what models see with left out."""
     if not directory.is_dir():
         raise UsageError(f"--models-dir {directory}: expected a directory")
     models: dict[str, Path] = {}
     adapters: dict[str, tuple[Path, str]] = {}
     for path in sorted(directory.iterdir()):
-        if path.name.startswith("."):
+        if path.name.startswith(".") or path.match(EYES):
             continue
         if path.is_file() and path.suffix == ".gguf":
             models[path.stem] = path.resolve()

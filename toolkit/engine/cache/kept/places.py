@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
+
+from toolkit.base.whole_file import write_whole
 
 NAME = "kv_cache_dirs.json"
 MOST = 64
@@ -27,8 +28,6 @@ def remember(home: Path, path: Path) -> None:
     if before[:1] == [path]:
         return
     paths = [path, *(p for p in before if p != path)][:MOST]
-    part = home / f".{NAME}.{os.getpid()}.part"
     with suppress(OSError):
         home.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps([str(p) for p in paths], indent=2) + "\n", encoding="utf-8")
-        part.replace(home / NAME)
+        write_whole(home / NAME, (json.dumps([str(p) for p in paths], indent=2) + "\n").encode())

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -161,7 +162,7 @@ class Batches:
         """A batch that has not ended and reads this file."""
         return next((b for b in self._all.values() if b.input_file_id == file and not b.ended), None)
 
-    def create(
+    async def create(
         self, file: Stored, endpoint: str, window: str, metadata: dict[str, str] | None, output_seconds: float
     ) -> Batch:
         """Begin a batch of the lines of ``file``. Raises ApiError where there are too many."""
@@ -189,8 +190,12 @@ class Batches:
             output_seconds,
             metadata,
         )
-        self.store.save("batches", batch)
-        self._all[batch.id] = batch
+        self._all[batch.id] = batch  # it counts
+        try:
+            await self.store.save("batches", deepcopy(batch))
+        except BaseException:
+            self._forget(batch)
+            raise
         self._start(batch)
         return batch
 
@@ -199,7 +204,7 @@ class Batches:
         if batch.ended or batch.status == "cancelling":
             return
         batch.become("cancelling")
-        self.store.save("batches", batch)
+        self._save(batch)
         if (task := self._tasks.get(batch.id)) is not None:
             task.cancel()
 
@@ -222,7 +227,7 @@ class Batches:
 
     def _forget(self, batch: Batch) -> None:
         del self._all[batch.id]
-        self.store.forget("batches", batch.id)
+        self.store.forget_later("batches", batch.id)
 
     async def _work(self, batch: Batch) -> None:
         behind.set(LAST)  # of this task and those that it starts, as is the next
@@ -281,7 +286,7 @@ class Batches:
                 store.grow(id, file.size, batch.owner)
             if batch.status == "validating":
                 batch.become("in_progress")
-            store.save("batches", batch)
+            self._save(batch)
 
             def write(line: bytes, fine: bool) -> None:
                 store.grow(batch.output if fine else batch.faults, len(line), batch.owner)
@@ -337,9 +342,13 @@ class Batches:
         for id, what in ((batch.output, "output"), (batch.faults, "error")):
             path = store.path(id)
             if path.exists() and path.stat().st_size:
-                store.register(id, batch.owner, f"{batch.id}_{what}.jsonl", "batch_output", batch.output_seconds)
+                name = f"{batch.id}_{what}.jsonl"
+                store.save_later("files", store.register(id, batch.owner, name, "batch_output", batch.output_seconds))
                 batch.kept.append(id)
             else:
                 store.drop(id)
         batch.become(status)
-        store.save("batches", batch)
+        self._save(batch)
+
+    def _save(self, batch: Batch) -> None:
+        self.store.save_later("batches", deepcopy(batch))  # which changes before it is written

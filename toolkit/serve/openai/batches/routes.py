@@ -141,7 +141,7 @@ async def create(raw: Request) -> HttpResponse:
         raise bad_field("input_file_id", f"no such file with the purpose batch: {shown(asked.input_file_id)}")
     most = batches.store.limits.file_seconds
     kept = most if asked.output_expires_after is None else min(asked.output_expires_after.seconds, most)
-    batch = batches.create(file, asked.endpoint, asked.completion_window, asked.metadata, kept)
+    batch = await batches.create(file, asked.endpoint, asked.completion_window, asked.metadata, kept)
     return json_response(batch.card())
 
 

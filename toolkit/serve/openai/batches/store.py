@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from toolkit.base.record import plain, read
+from toolkit.base.whole_file import write_whole
 from toolkit.configs.option import spelled
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.http.errors import ApiError
@@ -61,7 +62,8 @@ class FileStore:
     """``directory``: None = a temporary one, made when something is to be kept and removed at the end. No other server
     may have it. Raises UsageError, ToolkitError where it cannot be used.
 
-    Whatever is kept is whole: files and records are renamed when they are.
+    Whatever is kept is whole: files and records are renamed when they are, and on disk. No thread waits for that but
+    the one that writes records.
     """
 
     def __init__(self, directory: Path | None, limits: Limits) -> None:
@@ -75,7 +77,7 @@ class FileStore:
         self._unread = False  # whether there are records that could not be read
         self.shared: Callable[[], bool] = lambda: True  # whether there may be other keys than an owner's own
         self.lasting = directory is not None
-        self._writer = ThreadPoolExecutor(1, "toolkit-records")  # of what nobody waits for, in its order
+        self._writer = ThreadPoolExecutor(1, "toolkit-records")  # of records, in their order
         self.in_use: Callable[[str], bool] = lambda id: False  # whether a file has to stay although its time is over
         if directory is not None:
             self._open(directory.expanduser())
@@ -89,7 +91,7 @@ class FileStore:
             self._lock = (root / LOCK).open("ab")
             salt = root / SALT
             if not salt.exists():
-                _write(salt, self._salt)
+                write_whole(salt, self._salt, 0o600)
             self._salt = salt.read_bytes()
         except OSError as error:
             raise UsageError(
@@ -176,22 +178,24 @@ class FileStore:
         path = self.path(id)
         part = path.with_suffix(".part")
         try:
-            await asyncio.to_thread(_copy, source, part)
+            await asyncio.to_thread(_copy, source, part, self.lasting)
             self.check_room(owner, part.stat().st_size)
             part.replace(path)
-            return self.register(id, owner, filename, purpose, seconds)
+            file = self.register(id, owner, filename, purpose, seconds)
+            await self.save("files", file)
+            return file
         except BaseException as error:
             part.unlink(missing_ok=True)
+            self.drop(id)
             if isinstance(error, OSError):
                 raise no_room(error) from error
             raise
 
     def register(self, id: str, owner: str, filename: str, purpose: str, seconds: float) -> Stored:
-        """Keep what was written under ``id``."""
+        """Keep what was written under ``id``; its record is to be saved."""
         now = int(time.time())
         size = self.path(id).stat().st_size
         file = Stored(id, owner, size, now, filename, purpose, now + int(seconds))
-        self.save("files", file)
         self._files[id] = file
         self._growing.pop(id, None)
         return file
@@ -209,7 +213,7 @@ class FileStore:
         """Forget a file."""
         self._files.pop(id, None)
         self._growing.pop(id, None)
-        self.forget("files", id)
+        self.forget_later("files", id)
         self.path(id).unlink(missing_ok=True)
 
     def _expire(self) -> None:
@@ -230,16 +234,19 @@ class FileStore:
 
     # Records --------------------------------------------------------------------------------------------------------
 
-    def save(self, folder: str, record: Any) -> None:
-        """Keep a record under its id."""
-        _write(self.root / folder / f"{record.id}.json", json.dumps(plain(record)).encode())
+    async def save(self, folder: str, record: Any) -> None:
+        """Keep a record under its id, and wait until it is on disk. Raises OSError."""
+        await asyncio.wrap_future(self._writer.submit(self._save, folder, record))
 
     def save_later(self, folder: str, record: Any) -> None:
-        """Likewise, soon. What cannot be written is said in the log."""
-        self._later(partial(self.save, folder, record))
+        """Likewise, soon: ``record`` is to stay as it is. What cannot be written is said in the log."""
+        self._later(partial(self._save, folder, record))
 
     def forget_later(self, folder: str, id: str) -> None:
-        self._later(partial(self.forget, folder, id))
+        self._later(partial(self._forget, folder, id))
+
+    def _save(self, folder: str, record: Any) -> None:
+        write_whole(self.root / folder / f"{record.id}.json", json.dumps(plain(record)).encode(), 0o600)
 
     def _later(self, work: Callable[[], None]) -> None:
         def done() -> None:
@@ -248,10 +255,9 @@ class FileStore:
             except (OSError, TypeError, ValueError) as error:
                 log.warning("--batch-dir %s: %s", self._root, error)
 
-        if self.lasting:
-            self._writer.submit(done)
+        self._writer.submit(done)
 
-    def forget(self, folder: str, id: str) -> None:
+    def _forget(self, folder: str, id: str) -> None:
         assert _ID.fullmatch(id)
         (self.root / folder / f"{id}.json").unlink(missing_ok=True)
 
@@ -284,13 +290,9 @@ def named(found: R | None, what: str, id: str) -> R:
     return found
 
 
-def _copy(source: IO[bytes], path: Path) -> None:
+def _copy(source: IO[bytes], path: Path, lasting: bool) -> None:
     with path.open("wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
-
-
-def _write(path: Path, data: bytes) -> None:
-    part = path.with_suffix(".new")
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
-    part.replace(path)
+        target.flush()
+        if lasting:
+            os.fsync(target.fileno())
