@@ -131,6 +131,17 @@ def two(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Depl
         yield found
 
 
+@pytest.mark.parametrize("address", ["auto", "127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_a_cluster_that_is_gone_is_not_waited_for(address: str, packed: Path, tmp_path: Path) -> None:
+    """First of all here: "auto" finds what runs, too."""
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray/ray_current_cluster").write_text("127.0.0.1:1")  # what "auto" finds
+    command = [*TOOL, "serve", "ray", str(packed), *FLAGS, "--ray-address", address]
+    env = {**os.environ, "RAY_TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 1 and f"--ray-address {address}: no cluster of Ray answers there" in done.stderr
+
+
 def test_it_answers_as_one_server_does(two: Deployed, packed: Path) -> None:
     async def go() -> None:
         async with client(two.url) as http:
@@ -283,16 +294,6 @@ def test_a_port_in_use_is_said_before_anything_starts(two: Deployed, packed: Pat
     flags = [*FLAGS[:-2], "--server-port", port]
     done = subprocess.run([*TOOL, "serve", "ray", str(packed), *flags], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and f"--server-port {port}: in use" in done.stderr
-
-
-@pytest.mark.parametrize("address", ["auto", "127.0.0.1:1", "ray://127.0.0.1:1"])
-def test_a_cluster_that_is_gone_is_not_waited_for(address: str, packed: Path, tmp_path: Path) -> None:
-    (tmp_path / "ray").mkdir()
-    (tmp_path / "ray/ray_current_cluster").write_text("127.0.0.1:1")  # what "auto" finds
-    command = [*TOOL, "serve", "ray", str(packed), *FLAGS, "--ray-address", address]
-    env = {**os.environ, "RAY_TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
-    assert done.returncode == 1 and f"--ray-address {address}: no cluster of Ray answers there" in done.stderr
 
 
 def test_gpus_that_are_not_there_are_not_waited_for(packed: Path) -> None:
