@@ -28,6 +28,7 @@ from ..launch import (
     tensor_memory,
 )
 from ..tuning import tuned
+from .bands import rows_and_columns
 
 TOP = tl.constexpr(448.0)  # the largest e4m3 number
 
@@ -65,15 +66,9 @@ def block_linear_kernel(
     ASM: tl.constexpr,
 ):
     """ROWS tokens by COLS outputs, K inputs at a time; K divides BLOCK. ``weight`` is e4m3, or uint8 beside fp16 codes.
-
-    Programs go through bands of BAND tiles of tokens, so that weights stay in L2.
+    For BAND see ``rows_and_columns``.
     """
-    down, across = tl.cdiv(tokens, ROWS), tl.cdiv(n_out, COLS)
-    band = tl.program_id(0) // (BAND * across)
-    height = tl.minimum(down - band * BAND, BAND)
-    rest = tl.program_id(0) % (BAND * across)
-    row = (band * BAND + rest % height) * ROWS + tl.arange(0, ROWS)
-    column = rest // height * COLS + tl.arange(0, COLS)
+    row, column = rows_and_columns(tokens, n_out, ROWS, COLS, BAND)
     safe_row = tl.where(row < tokens, row, 0).to(tl.int64)
     safe_column = tl.where(column < n_out, column, 0).to(tl.int64)
     BITS: tl.constexpr = weight.dtype.element_ty == tl.uint8

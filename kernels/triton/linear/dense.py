@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...op import Target, on_request
+from ...op import Target
 from ...reference import linear as reference
 from ..codes import cast
 from ..launch import ALIKE_ROWS, dot_dtype, launch, needs, stages_of
 from ..tuning import tuned
+from .bands import rows_and_columns
 
 WAVE = 132  # tiles that keep a large GPU busy
 
@@ -37,13 +38,8 @@ def dense_linear_kernel(
     BAND: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """ROWS tokens by COLS outputs; programs go through bands of BAND tiles of tokens, so that weights stay in L2."""
-    down, across = tl.cdiv(tokens, ROWS), tl.cdiv(n_out, COLS)
-    band = tl.program_id(0) // (BAND * across)
-    height = tl.minimum(down - band * BAND, BAND)
-    rest = tl.program_id(0) % (BAND * across)
-    row = (band * BAND + rest % height) * ROWS + tl.arange(0, ROWS)
-    column = rest // height * COLS + tl.arange(0, COLS)
+    """ROWS tokens by COLS outputs; for BAND see ``rows_and_columns``."""
+    row, column = rows_and_columns(tokens, n_out, ROWS, COLS, BAND)
     source = x + (tl.where(row < tokens, row, 0).to(tl.int64) * stride_x)[:, None]
     safe = tl.where(column < n_out, column, 0).to(tl.int64)
     acc = tl.zeros([ROWS, COLS], tl.float32)
@@ -62,10 +58,9 @@ def _reason(target: Target) -> str | None:
     return None if target.traits.get("alike") else "is for rows that are to be alike; cuBLAS is faster"
 
 
-@reference.linear.register("triton", devices=("cuda",), unsupported=needs(more=_reason), alike=on_request)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, alike: bool = True) -> Tensor:
+@reference.linear.register("triton", devices=("cuda",), unsupported=needs(more=_reason), alike=True)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """One launch, of tiles that go by the outputs alone."""
-    assert alike, "others take cuBLAS"
     (tokens, n_in), n_out, weight = x.shape, weight.shape[0], weight.contiguous()
     if x.stride(1) != 1:
         x = x.contiguous()

@@ -28,6 +28,7 @@ from ..launch import (
     tensor_memory,
 )
 from ..tuning import tuned
+from .bands import rows_and_columns
 
 ROW = 16384  # elements of a row that the registers of 1024 threads hold while they are rounded
 
@@ -74,16 +75,11 @@ def row_linear_kernel(
     E4M3: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """ROWS tokens by COLS outputs; programs go through bands of BAND tiles of tokens, so that weights stay in L2.
+    """ROWS tokens by COLS outputs; for BAND see ``rows_and_columns``.
 
     Float8 as uint8 (e4m3 if E4M3, else e5m2) is multiplied in fp16; ``codes`` may then be fp16 already.
     """
-    down, across = tl.cdiv(tokens, ROWS), tl.cdiv(n_out, COLS)
-    band = tl.program_id(0) // (BAND * across)
-    height = tl.minimum(down - band * BAND, BAND)
-    rest = tl.program_id(0) % (BAND * across)
-    row = (band * BAND + rest % height) * ROWS + tl.arange(0, ROWS)
-    column = rest // height * COLS + tl.arange(0, COLS)
+    row, column = rows_and_columns(tokens, n_out, ROWS, COLS, BAND)
     safe_row = tl.where(row < tokens, row, 0).to(tl.int64)
     safe_column = tl.where(column < n_out, column, 0).to(tl.int64)
     INTEGER: tl.constexpr = weight.dtype.element_ty == tl.int8
