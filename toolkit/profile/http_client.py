@@ -102,7 +102,7 @@ class Client:
         usage: dict[str, Any] = {}
         try:
             for when, chunk in _events(exchange):
-                if "error" in chunk:
+                if chunk.get("error"):  # some servers have the field in each, null
                     record.error = str(chunk["error"])[:200]
                     return record
                 usage = chunk.get("usage") or usage
