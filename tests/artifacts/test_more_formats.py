@@ -430,6 +430,21 @@ def test_targets_names_beat_patterns_beat_classes(tmp_path: Path) -> None:
     assert same(read_back(tmp_path, tensors, config | {"config_groups": groups}), weight)
 
 
+def turned(*places: str) -> dict[str, Any]:
+    """The field of a config that says where weights and what goes through them are turned."""
+    applied = [{"targets": ["Linear"], "location": place, "inverse": False, "ignore": ["lm_head"]} for place in places]
+    return {"transform_config": {"config_groups": {"v": {"type": "hadamard", "apply": applied}}}}
+
+
+@pytest.mark.parametrize(
+    "stated", [{"transform_config": None}, {"transform_config": {}}, turned("weight_input", "weight_output")]
+)
+def test_what_is_turned_in_the_weights_alone_is_read(tmp_path: Path, stated: dict[str, Any]) -> None:
+    weight = group_int(3, symmetric=True)
+    config = compressed_tensors.config({NAME: layout_of(weight)}) | stated
+    assert same(read_back(tmp_path, compressed_tensors.write_linear(NAME, weight), config), weight)
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -439,6 +454,10 @@ def test_targets_names_beat_patterns_beat_classes(tmp_path: Path) -> None:
         ({"ignore": [NAME]}, NAME),
         ({"ignore": 5}, "ignore"),
         ({"format": "marlin-24"}, "marlin-24"),
+        ({"transform_config": 5}, "transform_config"),
+        ({"transform_config": {"config_groups": {"v": {"apply": 5}}}}, "config_groups.v.apply"),
+        (turned("weight_input", "input"), "config_groups.v.apply.location"),
+        (turned("q_attn"), "q_attn"),
     ],
 )
 def test_configs_that_cannot_be_read_are_named(tmp_path: Path, change: dict[str, Any], word: str) -> None:
