@@ -230,6 +230,17 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tiny_models: Any, support: 
     assert refused(lambda: calibrate(str(model), tmp_path / "out", common=common), ToolkitError) == f"{model}: {told}"
 
 
+@pytest.mark.parametrize("method", [mxfp4, blocked_fp8])
+def test_a_tokenizer_with_more_tokens_than_the_model_for_what_is_measured(
+    method: Any, tiny_models: Any, support: Any, tmp_path: Path
+) -> None:
+    """The held-out text has the word, be there a text to calibrate on or not."""
+    model = support("tiny").wordy_copy(tiny_models("llama"), tmp_path / "wordy", "Whale")
+    told = "the tokenizer gives token id 320, but the model has 320 tokens; tokenizer and weights disagree"
+    call = lambda: method(str(model), tmp_path / "out", common=Common(eval_tokens=64))  # noqa: E731
+    assert refused(call, ToolkitError) == f"{model}: {told}"
+
+
 def test_a_model_that_cannot_write_its_text(tiny_models: Any, support: Any, tmp_path: Path) -> None:
     model = support("tiny").broken_copy(tiny_models("llama"), tmp_path / "broken")
     common = Common(calib_dataset="self", calib_samples=1, calib_seqlen=16)

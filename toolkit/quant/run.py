@@ -278,6 +278,7 @@ def _quantize(
         with spill_of(stage, common) as spill:
             found = recipe.prepare(Prepared(ids, scratch_of(stage), table, setting, progress, spill))
     heldout = torch.tensor(tokenizer.encode(heldout_text(common.measured))[: common.measured])
+    source.check_tokens(heldout)
     with spill_of(stage, common) as spill:
         flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
         exact = Flow(source, ids, table, setting.device, setting.batch_size, spill) if setting.carries else None

@@ -77,6 +77,7 @@ def kv(
         tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)
         ids = as_met(source.spec, text.read(stage, tokenizer, parent["digest"], progress))
         heldout = torch.tensor(tokenizer.encode(heldout_text(common.measured))[: common.measured])
+        source.check_tokens(heldout)
         table = source.outer_weights(device)[source.spec.embed]
         with spill_of(stage, common) as spill:
             probe = Probe(source.spec, table, heldout, device, spill, source.added)
