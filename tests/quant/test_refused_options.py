@@ -120,6 +120,8 @@ def test_models_that_write_nothing(tiny_models: Any, tmp_path: Path) -> None:
     model = tiny_models("bert")
     told = "reads texts and writes none; give a file of texts as it will read, or a known name such as wikitext2"
     assert refused(lambda: auto_awq(str(model), tmp_path / "out")) == f"--calib-dataset: {model} {told}"
+    told = f"--quantize-lm-head: {model} writes no text and has no head; leave the option out"
+    assert refused(lambda: mxfp4(str(model), tmp_path / "out", common=Common(quantize_lm_head=True))) == told
     told = f"{model}: a model that writes its text from left to right is needed"
     assert refused(lambda: draft(str(model), tmp_path / "out"), ToolkitError) == told
     call = lambda: draft(str(model), tmp_path / "out", DraftHead(num_draft_tokens=17))  # noqa: E731

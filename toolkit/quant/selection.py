@@ -42,8 +42,10 @@ def select(source: LayerSource, skip: Sequence[str] = (), include: Sequence[str]
     """Apply the patterns (found anywhere in a canonical name or a name on disk) to the linears of ``source``.
 
     A module that is stored fused is quantized whole or not at all. Raises UsageError for a pattern that is no regular
-    expression or fits nothing, and where nothing is left to quantize.
+    expression or fits nothing, a head that the model has not, and where nothing is left to quantize.
     """
+    if head and source.spec.encoder is not None:
+        raise UsageError(f"--quantize-lm-head: {source.path} writes no text and has no head; leave the option out")
     modules = [item for items in source.stored for item in items if item.kind == "linear"]
     skipped, included = _fitting("--skip", skip, modules), _fitting("--include", include, modules)
     dense = {
