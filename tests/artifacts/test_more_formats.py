@@ -469,6 +469,22 @@ def test_configs_that_cannot_be_read_are_named(tmp_path: Path, change: dict[str,
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "stated"),
+    [
+        ("W8A8", {"strategy": "block", "block_structure": [32, 40]}),
+        ("int4", {"strategy": "block", "block_structure": [32, 40]}),
+        ("nvfp4", {"strategy": "channel"}),
+        ("mxfp4", {"strategy": "tensor"}),
+    ],
+)
+def test_a_strategy_that_the_format_has_not_is_named(kind: str, stated: dict[str, Any]) -> None:
+    config = compressed_tensors.config({NAME: layout_of(WEIGHTS[kind])})
+    config["config_groups"]["group_0"]["weights"] |= stated
+    with pytest.raises(ToolkitError, match=f"weights.strategy: expected .*, found '{stated['strategy']}'"):
+        compressed_tensors.check_config(config)
+
+
 def test_one_scale_for_all_and_weight_only_float8(tmp_path: Path) -> None:
     values = torch.randn(N_OUT, N_IN).to(torch.float8_e4m3fn)
     weight = Fp8(values, torch.full((N_OUT,), 0.25))

@@ -167,6 +167,10 @@ def scheme_of_group(quantization: dict[str, Any], group: dict[str, Any]) -> Sche
         raise wrong("format", f"a format for weights of type {kind}", form)
     if kind == "float" and bits != (4 if packed4 else 8):
         raise wrong("config_groups.weights.num_bits", f"{4 if packed4 else 8} for {form}", bits)
+    if packed4 and size <= 0:
+        raise wrong("config_groups.weights.strategy", f"group or tensor_group for {form}", weights.get("strategy"))
+    if block is not None and kind == "int":
+        raise wrong("config_groups.weights.strategy", "tensor, channel or group for integers", "block")
     symmetric = weights.get("symmetric", True) is True
     return Scheme(form, bits, kind == "float", symmetric, size, block, group.get("input_activations") is not None)
 
