@@ -176,7 +176,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     )  # fmt: skip
     room = disk_bytes(source, targets(source, selection), recipe.sample, dtype, memory.disk)
     common.notice(f"disk: about {show_size(room)} at {work_dir}, while it runs")
-    check_room(work_dir, room)
+    check_room(work_dir, room, common.overwrite)
     progress("reading the model", 0, 1)
     parent = describe_parent(source.path)
     statistics = _saved(source, recipe, common, parent["digest"])

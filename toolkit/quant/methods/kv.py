@@ -62,7 +62,7 @@ def kv(
     device, dtype, text = find_device(common.device), store_dtype(common.dtype, source), read_text(source, common)
     tell_plan(source, common, text.plan, eval_tokens=common.measured)
     check_directory_target(work_dir, [source.path], common.overwrite)
-    check_room(work_dir, dense_bytes(source, dtype))
+    check_room(work_dir, dense_bytes(source, dtype), common.overwrite)
     parent = describe_parent(source.path)
     options = text.options() | {
         "batch_size": common.batch_size, "dtype": str(dtype).removeprefix("torch."), "device": device.type,
