@@ -437,9 +437,15 @@ def turned(*places: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "stated", [{"transform_config": None}, {"transform_config": {}}, turned("weight_input", "weight_output")]
+    "stated",
+    [
+        {"transform_config": None},
+        {"transform_config": {}},
+        turned("weight_input", "weight_output"),
+        turned("q_attn", "k_cache"),
+    ],
 )
-def test_what_is_turned_in_the_weights_alone_is_read(tmp_path: Path, stated: dict[str, Any]) -> None:
+def test_what_is_turned_in_the_weights_alone_or_back_again_is_read(tmp_path: Path, stated: dict[str, Any]) -> None:
     weight = group_int(3, symmetric=True)
     config = compressed_tensors.config({NAME: layout_of(weight)}) | stated
     assert same(read_back(tmp_path, compressed_tensors.write_linear(NAME, weight), config), weight)

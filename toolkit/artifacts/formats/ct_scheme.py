@@ -20,6 +20,7 @@ FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantize
 _PRESETS = ("W8A8", "W4A16", "W8A16", "W4A16_ASYM", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4",
             "MXFP4A16")  # fmt: skip
 _IN_WEIGHTS = ("weight_input", "weight_output")  # where transforms stand that need nothing as the model runs
+_ALIKE = ("q_attn", "k_cache")  # turned alike, queries and keys have the products that they had
 
 # ``kv_cache_scheme`` of a float8 cache whose scales stand beside the attention, one for keys and one for values.
 CACHE_SCHEME: dict[str, Any] = {
@@ -87,12 +88,15 @@ def _check_transforms(quantization: dict[str, Any]) -> None:
         raise wrong("transform_config", "an object with config_groups", found)
     for name, group in groups.items():
         field = f"transform_config.config_groups.{name}.apply"
-        applied = group.get("apply") if isinstance(group, dict) else group
+        applied = group.get("apply") if isinstance(group, dict) else None
         if not isinstance(applied, list):
             raise wrong(field, "a list of places", applied)
-        for one in applied:
-            place = one.get("location") if isinstance(one, dict) else one
-            if place not in _IN_WEIGHTS:
+        places = [one if isinstance(one, dict) else {"location": one} for one in applied]
+        ways = [{one.get("inverse") is True for one in places if one.get("location") == place} for place in _ALIKE]
+        cancel = group.get("type") in ("hadamard", "random-hadamard") and ways[0] == ways[1] and len(ways[0]) == 1
+        for one in places:
+            place = one.get("location")
+            if place not in _IN_WEIGHTS and not (cancel and place in _ALIKE):
                 raise wrong(f"{field}.location", f"{' or '.join(_IN_WEIGHTS)}, others are not computed here", place)
 
 
