@@ -206,6 +206,20 @@ def test_auto_round_extra_config(tmp_path: Path, key: str) -> None:
     assert same(read_back(tmp_path, gptq.write_linear(NAME, weight), config), weight)
 
 
+def test_auto_round_with_inputs_that_are_turned_as_the_model_runs() -> None:
+    config = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32}
+    fused = {"r1": True, "r2": True, "r3": True, "r4": False, "online_r1_rotation": False}
+    for more in ({}, {"rotation_config": None}, {"rotation_config": {}}, {"spinquant_config": fused}):
+        auto_round.check_config(config | more)
+    for spin, word in (({"r4": True}, "r4"), ({"online_r1_rotation": True}, "online_r1_rotation")):
+        with pytest.raises(ToolkitError, match=rf"spinquant_config\.{word}: expected false, .*, found True"):
+            auto_round.check_config(config | {"spinquant_config": fused | spin})
+    with pytest.raises(ToolkitError, match="rotation_config: expected none, for inputs are not turned here, found"):
+        auto_round.check_config(config | {"rotation_config": {"block_size": 32, "hadamard_type": "hadamard"}})
+    with pytest.raises(ToolkitError, match="spinquant_config: expected an object, found 5"):
+        auto_round.check_config(config | {"spinquant_config": 5})
+
+
 def test_auto_round_has_no_act_order() -> None:
     weight = group_int(3, order=True)
     assert "act-order" in (auto_round.cannot_hold(weight) or "")
