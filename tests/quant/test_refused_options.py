@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +127,16 @@ def test_models_that_write_nothing(tiny_models: Any, tmp_path: Path) -> None:
     assert refused(lambda: draft(str(model), tmp_path / "out"), ToolkitError) == told
     call = lambda: draft(str(model), tmp_path / "out", DraftHead(num_draft_tokens=17))  # noqa: E731
     assert refused(call) == "--num-draft-tokens: expected 1 to 16, found 17"
+
+
+def test_a_head_that_was_not_saved(tiny_models: Any, tmp_path: Path) -> None:
+    """As of embedding models: there the head is the embedding, whatever lies beside it."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_models("llama", tie_word_embeddings=True), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaModel"]}))
+    told = f"--quantize-lm-head: {model} writes no text and has no head; leave the option out"
+    assert refused(lambda: mxfp4(str(model), tmp_path / "out", common=Common(quantize_lm_head=True))) == told
 
 
 @pytest.mark.parametrize("method", [mxfp4, blocked_fp8])
