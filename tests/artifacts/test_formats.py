@@ -6,6 +6,7 @@ The naive ones go bit by bit in Python integers and share nothing with the packa
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -368,6 +369,14 @@ def test_each_missing_or_malformed_piece_is_named(tmp_path: Path, form: str, nam
     for tensors in bad:
         with pytest.raises(ToolkitError, match=rf"x\.{name}"):
             validate_checkpoint(checkpoint_of(tmp_path, tensors, quantization), [LINEAR])
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.act.scales", "transformer.blocks.3.ffn.act.scales"])
+def test_scales_of_activations_are_not_passed_over(tmp_path: Path, name: str) -> None:
+    """AutoAWQ writes them for MLPs without a gate; what stands before the second matrix is to be divided by them."""
+    checkpoint = checkpoint_of(tmp_path, {**awq_tensors(), name: torch.full((N_IN,), 2.0)}, AWQ)
+    with pytest.raises(ToolkitError, match=re.escape(f"tensor {name}: found what an activation is to be divided by")):
+        validate_checkpoint(checkpoint, [LINEAR])
 
 
 def test_modules_left_dense_are_read_as_such(tmp_path: Path) -> None:

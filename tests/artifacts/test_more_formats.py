@@ -206,6 +206,20 @@ def test_auto_round_extra_config(tmp_path: Path, key: str) -> None:
     assert same(read_back(tmp_path, gptq.write_linear(NAME, weight), config), weight)
 
 
+def test_auto_round_with_inputs_that_are_turned_as_the_model_runs() -> None:
+    config = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 32}
+    fused = {"r1": True, "r2": True, "r3": True, "r4": False, "online_r1_rotation": False}
+    for more in ({}, {"rotation_config": None}, {"rotation_config": {}}, {"spinquant_config": fused}):
+        auto_round.check_config(config | more)
+    for spin, word in (({"r4": True}, "r4"), ({"online_r1_rotation": True}, "online_r1_rotation")):
+        with pytest.raises(ToolkitError, match=rf"spinquant_config\.{word}: expected false, .*, found True"):
+            auto_round.check_config(config | {"spinquant_config": fused | spin})
+    with pytest.raises(ToolkitError, match="rotation_config: expected none, for inputs are not turned here, found"):
+        auto_round.check_config(config | {"rotation_config": {"block_size": 32, "hadamard_type": "hadamard"}})
+    with pytest.raises(ToolkitError, match="spinquant_config: expected an object, found 5"):
+        auto_round.check_config(config | {"spinquant_config": 5})
+
+
 def test_auto_round_has_no_act_order() -> None:
     weight = group_int(3, order=True)
     assert "act-order" in (auto_round.cannot_hold(weight) or "")
@@ -430,6 +444,27 @@ def test_targets_names_beat_patterns_beat_classes(tmp_path: Path) -> None:
     assert same(read_back(tmp_path, tensors, config | {"config_groups": groups}), weight)
 
 
+def turned(*places: str) -> dict[str, Any]:
+    """The field of a config that says where weights and what goes through them are turned."""
+    applied = [{"targets": ["Linear"], "location": place, "inverse": False, "ignore": ["lm_head"]} for place in places]
+    return {"transform_config": {"config_groups": {"v": {"type": "hadamard", "apply": applied}}}}
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"transform_config": None},
+        {"transform_config": {}},
+        turned("weight_input", "weight_output"),
+        turned("q_attn", "k_cache"),
+    ],
+)
+def test_what_is_turned_in_the_weights_alone_or_back_again_is_read(tmp_path: Path, stated: dict[str, Any]) -> None:
+    weight = group_int(3, symmetric=True)
+    config = compressed_tensors.config({NAME: layout_of(weight)}) | stated
+    assert same(read_back(tmp_path, compressed_tensors.write_linear(NAME, weight), config), weight)
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
@@ -439,6 +474,10 @@ def test_targets_names_beat_patterns_beat_classes(tmp_path: Path) -> None:
         ({"ignore": [NAME]}, NAME),
         ({"ignore": 5}, "ignore"),
         ({"format": "marlin-24"}, "marlin-24"),
+        ({"transform_config": 5}, "transform_config"),
+        ({"transform_config": {"config_groups": {"v": {"apply": 5}}}}, "config_groups.v.apply"),
+        (turned("weight_input", "input"), "config_groups.v.apply.location"),
+        (turned("q_attn"), "q_attn"),
     ],
 )
 def test_configs_that_cannot_be_read_are_named(tmp_path: Path, change: dict[str, Any], word: str) -> None:
@@ -448,6 +487,22 @@ def test_configs_that_cannot_be_read_are_named(tmp_path: Path, change: dict[str,
     with pytest.raises(ToolkitError, match=re.escape(word)) as caught:
         read_back(tmp_path, compressed_tensors.write_linear(NAME, weight), config | change)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stated"),
+    [
+        ("W8A8", {"strategy": "block", "block_structure": [32, 40]}),
+        ("int4", {"strategy": "block", "block_structure": [32, 40]}),
+        ("nvfp4", {"strategy": "channel"}),
+        ("mxfp4", {"strategy": "tensor"}),
+    ],
+)
+def test_a_strategy_that_the_format_has_not_is_named(kind: str, stated: dict[str, Any]) -> None:
+    config = compressed_tensors.config({NAME: layout_of(WEIGHTS[kind])})
+    config["config_groups"]["group_0"]["weights"] |= stated
+    with pytest.raises(ToolkitError, match=f"weights.strategy: expected .*, found '{stated['strategy']}'"):
+        compressed_tensors.check_config(config)
 
 
 def test_one_scale_for_all_and_weight_only_float8(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ def scheme(**more: Any) -> dict[str, Any]:
 
 
 FOUR = {"bits": 4, "group_size": 32}
-ROWS = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "channel"}
-FP4 = scheme(config_groups={"g": {"targets": ["Linear"], "weights": ROWS}}, format="nvfp4-pack-quantized")
+ELEVEN = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 11}
+FP4 = scheme(config_groups={"g": {"targets": ["Linear"], "weights": ELEVEN}}, format="nvfp4-pack-quantized")
 
 
 @pytest.mark.parametrize(

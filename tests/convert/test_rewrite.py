@@ -566,6 +566,18 @@ def test_the_scales_of_a_gguf_file_are_replaced_with_it(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf", "model"]
 
 
+def test_what_an_older_model_saw_with_goes_with_its_gguf_file(tiny_models: Any, tmp_path: Path) -> None:
+    """Else one that does not see would be opened with it; what this tool has not written stays."""
+    source, target, eyes = str(tiny_models("llama", **PLAIN)), tmp_path / "m.gguf", tmp_path / "mmproj-m.gguf"
+    rewrite(source, target, to="gguf")
+    shutil.copyfile(target, eyes)  # any file of ours by that name
+    rewrite(source, target, to="gguf", overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf"]
+    eyes.write_text("of somebody else")
+    rewrite(source, target, to="gguf", overwrite=True)
+    assert eyes.read_text() == "of somebody else"
+
+
 def test_a_gguf_file_of_an_artifact_is_not_replaced_alone(tiny_models: Any, tmp_path: Path) -> None:
     """Its manifest would tell of another file."""
     source = str(tiny_models("llama", **PLAIN))

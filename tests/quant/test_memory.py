@@ -94,12 +94,24 @@ def test_a_disk_without_room_is_told_before_anything_is_computed(
     assert asked == [tmp_path] and not work and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("run", [smooth_quant, kv, calibrate])
+def test_what_is_there_already_needs_no_room(
+    run: Any, tiny_models: Any, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, common = str(tiny_models("llama")), quick(text)
+    assert not run(model, tmp_path / "out", common=common).already_there
+    monkeypatch.setattr("toolkit.artifacts.output.room.shutil.disk_usage", lambda folder: SimpleNamespace(free=1000))
+    assert run(model, tmp_path / "out", common=common).already_there
+    with pytest.raises(ToolkitError, match="are needed there"):
+        run(model, tmp_path / "out", common=replace(common, overwrite=True))
+
+
 def test_what_disk_is_said_to_take_is_taken(
     tiny_models: Any, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers as they are saved and the result lie there together at the end."""
     model, counted, saved = str(tiny_models("llama", hidden_size=256, intermediate_size=512)), list[int](), list[int]()
-    monkeypatch.setattr("toolkit.quant.run.check_room", lambda target, needed: counted.append(needed))
+    monkeypatch.setattr("toolkit.quant.run.check_room", lambda target, needed, overwrite: counted.append(needed))
 
     def watch(what: str, done: int, total: int) -> None:
         files = (tmp_path / ".out.partial").rglob("layer.*.safetensors")

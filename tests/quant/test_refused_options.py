@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -120,10 +121,22 @@ def test_models_that_write_nothing(tiny_models: Any, tmp_path: Path) -> None:
     model = tiny_models("bert")
     told = "reads texts and writes none; give a file of texts as it will read, or a known name such as wikitext2"
     assert refused(lambda: auto_awq(str(model), tmp_path / "out")) == f"--calib-dataset: {model} {told}"
+    told = f"--quantize-lm-head: {model} writes no text and has no head; leave the option out"
+    assert refused(lambda: mxfp4(str(model), tmp_path / "out", common=Common(quantize_lm_head=True))) == told
     told = f"{model}: a model that writes its text from left to right is needed"
     assert refused(lambda: draft(str(model), tmp_path / "out"), ToolkitError) == told
     call = lambda: draft(str(model), tmp_path / "out", DraftHead(num_draft_tokens=17))  # noqa: E731
     assert refused(call) == "--num-draft-tokens: expected 1 to 16, found 17"
+
+
+def test_a_head_that_was_not_saved(tiny_models: Any, tmp_path: Path) -> None:
+    """As of embedding models: there the head is the embedding, whatever lies beside it."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_models("llama", tie_word_embeddings=True), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaModel"]}))
+    told = f"--quantize-lm-head: {model} writes no text and has no head; leave the option out"
+    assert refused(lambda: mxfp4(str(model), tmp_path / "out", common=Common(quantize_lm_head=True))) == told
 
 
 @pytest.mark.parametrize("method", [mxfp4, blocked_fp8])
@@ -228,6 +241,17 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tiny_models: Any, support: 
     told = "the tokenizer gives token id 320, but the model has 320 tokens; tokenizer and weights disagree"
     common = Common(calib_dataset=text, **PLAIN)  # type: ignore[arg-type]
     assert refused(lambda: calibrate(str(model), tmp_path / "out", common=common), ToolkitError) == f"{model}: {told}"
+
+
+@pytest.mark.parametrize("method", [mxfp4, blocked_fp8])
+def test_a_tokenizer_with_more_tokens_than_the_model_for_what_is_measured(
+    method: Any, tiny_models: Any, support: Any, tmp_path: Path
+) -> None:
+    """The held-out text has the word, be there a text to calibrate on or not."""
+    model = support("tiny").wordy_copy(tiny_models("llama"), tmp_path / "wordy", "Whale")
+    told = "the tokenizer gives token id 320, but the model has 320 tokens; tokenizer and weights disagree"
+    call = lambda: method(str(model), tmp_path / "out", common=Common(eval_tokens=64))  # noqa: E731
+    assert refused(call, ToolkitError) == f"{model}: {told}"
 
 
 def test_a_model_that_cannot_write_its_text(tiny_models: Any, support: Any, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.errors import UsageError
 from toolkit.models.registry import load_spec
+from toolkit.models.spec import LinearSpec
 from toolkit.quant.layers.forward import embed, head_logits, layer_forward
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.spill import Spill
@@ -104,6 +105,29 @@ def test_a_mixture_reads_back(family: str, form: str | None, tiny_models: Any, t
         assert weights[layer["name"]].bits == row["bits"]
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["quality"]["search"] == rows
+
+
+@pytest.mark.parametrize("form", ["gptq_v2", "auto_round"])
+def test_only_widths_that_the_format_holds_are_chosen(
+    form: str, tiny_models: Any, tmp_path: Path, common: Common
+) -> None:
+    """176 rows or columns of 3 bits do not fill whole words: by GPTQ's formats they get another width."""
+    model, out = str(tiny_models("llama", intermediate_size=176)), tmp_path / "out"
+    result = search(model, out, Search(bits=4.4), common=replace(common, format=form))
+    tried = {row["unit"]: row for row in result.quality["search"]}
+    mlps = [row for name, row in tried.items() if name.endswith(".mlp")]
+    assert mlps and all(row["bits"] != 3 for row in mlps)
+    assert all(c is None or c["bits"] != 3 for row in mlps for c in (row["cheaper"], row["dearer"]))
+    checkpoint = open_checkpoint(out)
+    validate_checkpoint(checkpoint, load_spec(checkpoint)[1])
+
+
+def test_a_linear_that_fills_no_words_is_named() -> None:
+    odd = LinearSpec("model.layers.0.mlp.up_proj", 64, 30)
+    assert {g.bits for g in finder.Costs().grids([odd])} == {2, 3, 4, 8}
+    assert {g.bits for g in finder.Costs(words={odd.name: (48, 64)}).grids([odd])} == {2, 4, 8}
+    with pytest.raises(UsageError, match=r"up_proj: codes of no width fill whole 32-bit words there"):
+        finder.Costs(words={odd.name: (30, 64)}).grids([odd])
 
 
 @pytest.mark.parametrize(("family", "head"), [("qwen2", True), ("llama", True)])

@@ -67,6 +67,20 @@ def test_the_student_starts_as_the_quantized_model(
         torch.testing.assert_close(student.hidden(ids), x, rtol=1e-4, atol=1e-4)
 
 
+def test_the_student_of_an_encoder_reads_places_and_types_too(tiny_models: Any) -> None:
+    """Else it would be tuned to make up for what it alone lacks."""
+    source = LayerSource(tiny_models("bert"))
+    layers = [source.layer(i, CPU) for i in range(len(source.spec.layers))]
+    student = Student(source, [LayerResult(dict(own), []) for own in layers], None, CPU)
+    ids = torch.randint(0, source.spec.vocab_size, (40,), generator=torch.Generator().manual_seed(1))
+    assert source.added is not None
+    x = embed(source.spec, source.outer_weights(CPU)[source.spec.embed], ids[None], added=source.added)
+    for layer, own in zip(source.spec.layers, layers, strict=True):
+        x = layer_forward(layer, own, x)
+    with torch.no_grad():
+        torch.testing.assert_close(student.hidden(ids), x, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # the second caps its logits
 def test_the_gradient_is_that_of_the_divergence(family: str, tiny_models: Any) -> None:
     source = LayerSource(tiny_models(family))

@@ -28,12 +28,13 @@ _COUNTED = re.compile(r"\.[0-9]{1,9}(?=\.)")
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 _STRAY = ("inv_freq", "masked_bias")  # what old releases of transformers saved beside the weights
 _MATRICES = ("linear", "router", "embed", "head")
+_SCALED = ".act.scales"  # how AutoAWQ calls what the activation of a plain MLP is divided by
 CACHE_SCALES = (".k_scale", ".v_scale")  # how names of a float8 KV cache's scales end
 
 
 def validate_checkpoint(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> None:
     """Check from headers alone that every tensor is there, of the right shape and dtype, that group sizes divide, that
-    no layer, expert or head is left over, and that a checkpoint which says that it is quantized is.
+    no layer, expert, head or scale is left over, and that a checkpoint which says that it is quantized is.
 
     Raises ToolkitError, one line that names file and tensor, what was expected and what was found.
     """
@@ -42,6 +43,7 @@ def validate_checkpoint(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) 
     check_stored(checkpoint, stored)
     _check_left_over(checkpoint, stored)
     _check_tied(checkpoint, stored)
+    _check_activations(checkpoint)
     kv_alone = (checkpoint.quantization or {}).get("config_groups") == {}  # scales of the KV cache, dense weights
     if form is not None and not kv_alone:
         _check_quantized(checkpoint, form, stored)
@@ -134,6 +136,17 @@ def _check_tied(checkpoint: Checkpoint, stored: list[StoredTensor]) -> None:
         raise ToolkitError(
             f"{checkpoint.where(head)}: tensor {head}: found a head that differs from {embed}, expected none or a "
             "copy, for tie_word_embeddings is true in config.json; set it to false"
+        )
+
+
+def _check_activations(checkpoint: Checkpoint) -> None:
+    """Where an MLP has no gate (Falcon, StarCoder2, MPT) AutoAWQ has what stands before its second matrix divided;
+    without that it is another model."""
+    name = next((name for name in checkpoint.names() if name.endswith(_SCALED)), None)
+    if name is not None:
+        raise ToolkitError(
+            f"{checkpoint.where(name)}: tensor {name}: found what an activation is to be divided by, which is not "
+            "computed here; give the unquantized model, which tool lite auto_awq quantizes without"
         )
 
 

@@ -19,7 +19,7 @@ from toolkit.artifacts.drafts.mtp import mtp_or_none
 from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.gguf.eyes import FILE
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind, scales_file
-from toolkit.artifacts.output.replace import check_directory_target, check_file_target
+from toolkit.artifacts.output.replace import check_directory_target, check_file_target, is_our_gguf
 from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import open_stage, write_file
 from toolkit.artifacts.scales import check_scales_target, copy_scales
@@ -97,9 +97,10 @@ def rewrite(
     if one_file:
         beside, scales = target.with_name(f"mmproj-{target.name}"), scales_file(target)
         check_scales_target(scales)
-        if sees:
+        goes = sees or is_our_gguf(beside)  # of an older model: this one would be opened with it
+        if goes:
             check_file_target(beside, path, overwrite)
-        with write_file(target, [beside.name] * sees + [scales.name]) as file:
+        with write_file(target, [beside.name] * goes + [scales.name]) as file:
             check_file_target(target, path, overwrite)  # another run may just have ended
             folder = file.with_name("beside")
             notes, _ = gguf(file, folder / beside.name if sees else None)

@@ -177,11 +177,16 @@ def part_alone(config: dict[str, Any], family: Family) -> str | None:
     return part if family.recipe is None else None
 
 
-def _with_head(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """A model that was saved without its head (Qwen3Model, MistralModel: for embeddings) has its embedding for one."""
+def without_head(config: dict[str, Any], family: Family) -> bool:
+    """Whether a model was saved without the head that its family has (Qwen3Model, MistralModel: for embeddings)."""
     name = _architecture(config)
     bare = isinstance(name, str) and name.endswith("Model") and name not in family.architectures
-    return {**config, "tie_word_embeddings": True} if bare and not family.encodes else config
+    return bare and not family.encodes
+
+
+def _with_head(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """A model that was saved without its head has its embedding for one."""
+    return {**config, "tie_word_embeddings": True} if without_head(config, family) else config
 
 
 def _fields(config: dict[str, Any], source: str, family: Family) -> Fields:

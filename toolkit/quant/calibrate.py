@@ -42,7 +42,7 @@ def calibrate(
     check_directory_target(work_dir, [source.path], common.overwrite)
     size = planned_bytes(source)
     common.notice(f"statistics: at most {size / 1e9:.2f} GB (twice that while they are taken)")
-    check_room(work_dir, 2 * size)
+    check_room(work_dir, 2 * size, common.overwrite)
     device, text = find_device(common.device), read_text(source, common)
     tell_plan(source, common, text.plan, eval_tokens=0)
     parent = describe_parent(source.path)

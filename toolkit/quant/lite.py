@@ -23,6 +23,7 @@ from toolkit.quant.artifact_size import cost_of
 from toolkit.quant.budget import budget_of
 from toolkit.quant.grids import MIXED, grid_options, grids, integers, rounding_of, rounding_options
 from toolkit.quant.layer_config import read_layer_config
+from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.methods import autoround, awq, floats, gptq, smooth
 from toolkit.quant.methods import search as finder
@@ -222,9 +223,10 @@ def search(
     if not linears:
         raise UsageError("--skip, --include: no linear of a layer is left to choose for")
     in_gguf = common.format == gguf.FORMAT
-    costs = finder.Costs(True, finder.in_gguf) if in_gguf else finder.Costs()
+    words = _stored_shapes(source) if common.format in ("gptq_v2", "auto_round") else {}
+    costs = finder.Costs(True, finder.in_gguf) if in_gguf else finder.Costs(words=words)
     if size is not None and not in_gguf:
-        costs = finder.Costs(of=cost_of(source, lambda grid, *shape: integers(grid, False, *shape)))
+        costs = replace(costs, of=cost_of(source, lambda grid, *shape: integers(grid, False, *shape)))
     budget = budget_of(options, size, source, linears, heads, costs, common)
     grid = awq.Grid(4, 32, False)
     how = gptq.Rounding(damp=options.damp, shrink=options.shrink, carry=options.carry_error)
@@ -262,6 +264,13 @@ def search(
         round_outer=size is not None,
     )
     return run(source, Path(work_dir), recipe, common, progress)
+
+
+def _stored_shapes(source: LayerSource) -> dict[str, tuple[int, ...]]:
+    """[out, in] of the module in which each linear of a layer is written, by the linear's name."""
+    modules = [item for items in source.stored for item in items if item.kind == "linear"]
+    written = (module for item in modules for module in (item.alone() if item.stacked else [item]))
+    return {part.name: module.matrix for module in written for part in module.parts}
 
 
 def smooth_quant(

@@ -176,7 +176,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     )  # fmt: skip
     room = disk_bytes(source, targets(source, selection), recipe.sample, dtype, memory.disk)
     common.notice(f"disk: about {show_size(room)} at {work_dir}, while it runs")
-    check_room(work_dir, room)
+    check_room(work_dir, room, common.overwrite)
     progress("reading the model", 0, 1)
     parent = describe_parent(source.path)
     statistics = _saved(source, recipe, common, parent["digest"])
@@ -278,6 +278,7 @@ def _quantize(
         with spill_of(stage, common) as spill:
             found = recipe.prepare(Prepared(ids, scratch_of(stage), table, setting, progress, spill))
     heldout = torch.tensor(tokenizer.encode(heldout_text(common.measured))[: common.measured])
+    source.check_tokens(heldout)
     with spill_of(stage, common) as spill:
         flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
         exact = Flow(source, ids, table, setting.device, setting.batch_size, spill) if setting.carries else None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.errors import UsageError
+from toolkit.models.registry import get, without_head
 from toolkit.models.sites import RowFold, Site, layer_sites
 from toolkit.models.spec import LayerSpec, LinearSpec, StoredTensor
 from toolkit.quant.layers.source import LayerSource
@@ -42,8 +43,11 @@ def select(source: LayerSource, skip: Sequence[str] = (), include: Sequence[str]
     """Apply the patterns (found anywhere in a canonical name or a name on disk) to the linears of ``source``.
 
     A module that is stored fused is quantized whole or not at all. Raises UsageError for a pattern that is no regular
-    expression or fits nothing, and where nothing is left to quantize.
+    expression or fits nothing, a head that the model has not, and where nothing is left to quantize.
     """
+    spec = source.spec
+    if head and (spec.encoder is not None or without_head(source.checkpoint.config, get(spec.family))):
+        raise UsageError(f"--quantize-lm-head: {source.path} writes no text and has no head; leave the option out")
     modules = [item for items in source.stored for item in items if item.kind == "linear"]
     skipped, included = _fitting("--skip", skip, modules), _fitting("--include", include, modules)
     dense = {
@@ -54,7 +58,7 @@ def select(source: LayerSource, skip: Sequence[str] = (), include: Sequence[str]
     }
     if not head and all(x.name in dense for x in source.quantizable()):
         raise UsageError("--skip, --include: no linear is left to quantize; leave some of them out")
-    routed = () if source.spec.vision is None else source.spec.vision.routed
+    routed = () if spec.vision is None else spec.vision.routed
     return Selection(frozenset(dense), head, frozenset(one.linear for one in routed))
 
 

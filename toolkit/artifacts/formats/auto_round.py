@@ -43,6 +43,21 @@ def check_config(quantization: dict[str, Any]) -> None:
     extra = quantization.get("extra_config") or {}
     if not isinstance(extra, dict) or not all(isinstance(value, dict) for value in extra.values()):
         raise wrong("extra_config", "an object of objects", extra)
+    _check_turned(quantization)
+
+
+def _check_turned(quantization: dict[str, Any]) -> None:
+    """Weights that take inputs which are turned as the model runs (Hadamard, SpinQuant) are another model's without
+    that; R2 is in the weights, and R3 turns queries and keys alike."""
+    if found := quantization.get("rotation_config"):
+        raise wrong("rotation_config", "none, for inputs are not turned here", found)
+    spin = quantization.get("spinquant_config") or {}
+    if not isinstance(spin, dict):
+        raise wrong("spinquant_config", "an object", spin)
+    first = spin and spin.get("r1", True) and spin.get("online_r1_rotation", True)
+    for name, turns in (("online_r1_rotation", first), ("r4", spin.get("r4"))):
+        if turns:
+            raise wrong(f"spinquant_config.{name}", "false, for inputs are not turned here", True)
 
 
 def _packing(quantization: dict[str, Any]) -> str:

@@ -19,6 +19,8 @@ FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantize
            "mxfp4-pack-quantized")  # fmt: skip
 _PRESETS = ("W8A8", "W4A16", "W8A16", "W4A16_ASYM", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4",
             "MXFP4A16")  # fmt: skip
+_IN_WEIGHTS = ("weight_input", "weight_output")  # where transforms stand that need nothing as the model runs
+_ALIKE = ("q_attn", "k_cache")  # turned alike, queries and keys have the products that they had
 
 # ``kv_cache_scheme`` of a float8 cache whose scales stand beside the attention, one for keys and one for values.
 CACHE_SCHEME: dict[str, Any] = {
@@ -57,6 +59,7 @@ class Scheme:
 
 def check_config(quantization: dict[str, Any]) -> None:
     """Raise ToolkitError, one line that names the field, for a scheme that cannot be read."""
+    _check_transforms(quantization)
     groups = quantization.get("config_groups")
     if groups == {} and quantization.get("kv_cache_scheme"):
         return  # scales of the KV cache alone: every weight is dense
@@ -75,6 +78,26 @@ def check_config(quantization: dict[str, Any]) -> None:
         raise wrong("ignore", "a list of targets", ignore)
     for target in ignore or []:
         _check_target("ignore", target)
+
+
+def _check_transforms(quantization: dict[str, Any]) -> None:
+    """Weights that were turned (QuIP, SpinQuant) are another model's without what turns inputs and outputs back."""
+    found = quantization.get("transform_config") or {}
+    groups = (found.get("config_groups") or {}) if isinstance(found, dict) else None
+    if not isinstance(groups, dict):
+        raise wrong("transform_config", "an object with config_groups", found)
+    for name, group in groups.items():
+        field = f"transform_config.config_groups.{name}.apply"
+        applied = group.get("apply") if isinstance(group, dict) else None
+        if not isinstance(applied, list):
+            raise wrong(field, "a list of places", applied)
+        places = [one if isinstance(one, dict) else {"location": one} for one in applied]
+        ways = [{one.get("inverse") is True for one in places if one.get("location") == place} for place in _ALIKE]
+        cancel = group.get("type") in ("hadamard", "random-hadamard") and ways[0] == ways[1] and len(ways[0]) == 1
+        for one in places:
+            place = one.get("location")
+            if place not in _IN_WEIGHTS and not (cancel and place in _ALIKE):
+                raise wrong(f"{field}.location", f"{' or '.join(_IN_WEIGHTS)}, others are not computed here", place)
 
 
 def _check_target(field: str, target: Any) -> None:
@@ -148,6 +171,10 @@ def scheme_of_group(quantization: dict[str, Any], group: dict[str, Any]) -> Sche
         raise wrong("format", f"a format for weights of type {kind}", form)
     if kind == "float" and bits != (4 if packed4 else 8):
         raise wrong("config_groups.weights.num_bits", f"{4 if packed4 else 8} for {form}", bits)
+    if packed4 and size <= 0:
+        raise wrong("config_groups.weights.strategy", f"group or tensor_group for {form}", weights.get("strategy"))
+    if block is not None and kind == "int":
+        raise wrong("config_groups.weights.strategy", "tensor, channel or group for integers", "block")
     symmetric = weights.get("symmetric", True) is True
     return Scheme(form, bits, kind == "float", symmetric, size, block, group.get("input_activations") is not None)
 

@@ -55,12 +55,20 @@ def check_file_target(target: Path, source: Path, overwrite: bool) -> None:
         raise UsageError(f"{target}: is a symbolic link, which is never replaced; choose another name")
     if (target.parent / MANIFEST).is_file() and target.name not in foreign(target.parent):
         raise UsageError(f"{target}: is a file of the artifact {target.parent}; choose another name")
-    if not _is_our_gguf(target):
+    if not is_our_gguf(target):
         raise UsageError(
             f"{target}: never replaced, for it is not a GGUF file that this tool wrote; choose another name, or move it"
         )
     if not overwrite:
         raise UsageError(f"{target}: exists; give --overwrite to replace it")
+
+
+def is_our_gguf(file: Path) -> bool:
+    """Whether it is a GGUF file that this tool wrote."""
+    try:
+        return file.is_file() and TOOL_KEY in read_container(file).metadata
+    except ToolkitError:
+        return False
 
 
 def foreign(directory: Path) -> list[str]:
@@ -111,13 +119,6 @@ def _listed(directory: Path) -> set[str]:
     except ToolkitError:
         return set()
     return {MANIFEST, *(str(PurePosixPath(entry.name)) for entry in manifest.files)} if manifest else set()
-
-
-def _is_our_gguf(file: Path) -> bool:
-    try:
-        return file.is_file() and TOOL_KEY in read_container(file).metadata
-    except ToolkitError:
-        return False
 
 
 def _names(names: list[str]) -> str:

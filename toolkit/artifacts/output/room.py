@@ -12,10 +12,13 @@ from toolkit.configs.option import show_size
 from toolkit.errors import ToolkitError
 
 
-def check_room(target: Path | str, needed: int) -> None:
+def check_room(target: Path | str, needed: int, overwrite: bool = True) -> None:
     """Raise ToolkitError where the disk of ``target`` has fewer than ``needed`` bytes free, those counted that an
-    earlier run has left for it. A disk that does not tell has room."""
+    earlier run has left for it. A disk that does not tell has room, and so has one where without ``overwrite`` nothing
+    will be written: what ``target`` holds is the result already, or in the way."""
     target = Path(target).resolve()
+    if not overwrite and target.is_dir() and any(target.iterdir()):
+        return
     there = _bytes(partial_dir(target))
     disk = next((folder for folder in target.parents if folder.is_dir()), target.parent)
     try:

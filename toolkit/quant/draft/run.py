@@ -58,7 +58,7 @@ def draft(
     samples = -(-options.tokens // length)
     head = _head_of(spec, options)
     room = (samples + HELD) * length * (len(head.layers) + 1) * spec.hidden_size * 2 + 16 * _parameters(head)
-    check_room(work_dir, room)
+    check_room(work_dir, room, overwrite)
     progress("reading the model", 0, 1)
     parent = describe_parent(source.path)
     told = asdict(options) | {"device": place.type}

@@ -62,7 +62,7 @@ def kv(
     device, dtype, text = find_device(common.device), store_dtype(common.dtype, source), read_text(source, common)
     tell_plan(source, common, text.plan, eval_tokens=common.measured)
     check_directory_target(work_dir, [source.path], common.overwrite)
-    check_room(work_dir, dense_bytes(source, dtype))
+    check_room(work_dir, dense_bytes(source, dtype), common.overwrite)
     parent = describe_parent(source.path)
     options = text.options() | {
         "batch_size": common.batch_size, "dtype": str(dtype).removeprefix("torch."), "device": device.type,
@@ -77,6 +77,7 @@ def kv(
         tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)
         ids = as_met(source.spec, text.read(stage, tokenizer, parent["digest"], progress))
         heldout = torch.tensor(tokenizer.encode(heldout_text(common.measured))[: common.measured])
+        source.check_tokens(heldout)
         table = source.outer_weights(device)[source.spec.embed]
         with spill_of(stage, common) as spill:
             probe = Probe(source.spec, table, heldout, device, spill, source.added)

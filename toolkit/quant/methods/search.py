@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -118,10 +118,23 @@ def in_gguf(linear: LinearSpec, grid: Grid) -> int:
 @dataclass(frozen=True)
 class Costs:
     """What is chosen among: ``gguf``: that format's types, else integers; ``of``: the bits that a linear takes on a
-    grid that fits it."""
+    grid that fits it; ``words``: of linears, by name, the [out, in] of what they are stored in, whose codes have to
+    fill 32-bit words both ways."""
 
     gguf: bool = False
     of: Cost = in_checkpoint
+    words: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def grids(self, linears: Sequence[LinearSpec]) -> list[Grid]:
+        """The candidates for ``linears`` together. Raises UsageError where there are none."""
+        sides = [side for x in linears for side in self.words.get(x.name, ())]
+        found = [g for g in grids(linears, self.gguf) if all(side * g.bits % 32 == 0 for side in sides)]
+        if not found:
+            raise UsageError(
+                f"{linears[0].name}: codes of no width fill whole 32-bit words there; use --format compressed-tensors, "
+                "or leave it out by --skip"
+            )
+        return found
 
     def all(self, linears: Sequence[LinearSpec], grid: Grid) -> int:
         """Bits of ``linears`` together."""
@@ -129,11 +142,11 @@ class Costs:
 
     def least(self, linears: Sequence[LinearSpec]) -> int:
         """Bits of ``linears`` where each has its narrowest grid."""
-        return sum(min(self.all([x], grid) for grid in grids([x], self.gguf)) for x in linears)
+        return sum(min(self.all([x], grid) for grid in self.grids([x])) for x in linears)
 
     def most(self, linears: Sequence[LinearSpec]) -> int:
         """Likewise with the widest."""
-        return sum(max(self.all([x], grid) for grid in grids([x], self.gguf)) for x in linears)
+        return sum(max(self.all([x], grid) for grid in self.grids([x])) for x in linears)
 
 
 def fixed_bits(source: LayerSource, linears: Sequence[LinearSpec], dtype: torch.dtype) -> int:
@@ -202,7 +215,7 @@ def _weigh(name: str, sites: Sequence[Site], weights: Weights, felt: Felt, costs
     """What each candidate costs in one unit, its weights scaled by their inputs' sizes and rounded without feedback."""
     linears = [x for site in sites for x in site.linears]
     gguf = costs_of.gguf
-    tried = grids(linears, gguf)
+    tried = costs_of.grids(linears)
     losses = [0.0] * len(tried)
     for site in sites:
         folded, shares = Folded(weights), torch.ones(())

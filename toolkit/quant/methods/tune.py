@@ -229,7 +229,8 @@ class Student:
     def __init__(
         self, source: LayerSource, results: Sequence[LayerResult], head: LayerResult | None, device: torch.device
     ) -> None:
-        self.spec, self.device, self.rows = source.spec, device, source.rows
+        self.spec, self.device = source.spec, device
+        self.rows, self.added = source.rows, source.added
         self.outer = source.outer_weights(device)
         self.own = dict(self.outer)  # final norm and head as they are after quantization
         if head is not None:
@@ -257,7 +258,7 @@ class Student:
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Hidden states [1, length, hidden] before the final norm of ``ids`` [length]."""
-        x = embed(self.spec, self.outer[self.spec.embed], ids[None].to(self.device), self.rows)
+        x = embed(self.spec, self.outer[self.spec.embed], ids[None].to(self.device), self.rows, self.added)
         for layer, linears, gains, fixed in zip(self.spec.layers, self.linears, self.gains, self.fixed, strict=True):
             weights: Weights = fixed | {n: g.now() for n, g in gains.items()}
             x = layer_forward(layer, Called(weights, linears), x)
