@@ -20,7 +20,7 @@ from toolkit.serve.http.access.users import asks_for, current_user, header_of
 from toolkit.serve.http.errors import OLLAMA, ApiError
 from toolkit.serve.http.handed import HEADER as KV
 from toolkit.serve.http.handed import Handed
-from toolkit.serve.http.replies import Reply, event, send_error
+from toolkit.serve.http.replies import Reply, event_of_error, send_error
 from toolkit.serve.http.request_ids import HEADER, current
 from toolkit.serve.http.sharing.lanes import Lanes
 from toolkit.serve.ollama.fields import served_as
@@ -265,7 +265,7 @@ class Forward(Reply):
 
     async def _end_stream(self, send: Send, error: ApiError) -> None:
         """End a stream of events, whatever it was in the middle of, by one that says why."""
-        last = b"\n\n" + event(error.envelope_at(self._request.path))
+        last = b"\n\n" + event_of_error(error.envelope_at(self._request.path))
         await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 

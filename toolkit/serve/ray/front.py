@@ -22,7 +22,7 @@ from toolkit.serve.http.access.users import current_user
 from toolkit.serve.http.application import begin_app
 from toolkit.serve.http.errors import ApiError, not_served
 from toolkit.serve.http.layers import add_layers
-from toolkit.serve.http.replies import Reply, event, json_response, line, scraped, send_error
+from toolkit.serve.http.replies import Reply, event_of_error, json_response, line, scraped, send_error
 from toolkit.serve.http.sharing.lanes import Lanes
 from toolkit.serve.http.sharing.places import Places
 from toolkit.serve.model_cards import listed
@@ -224,7 +224,7 @@ class Forward(Reply):
         self._metrics.broken.inc()
         error = ApiError(502, "the replica that sent this answer is gone; ask again", code="node_lost")
         told = error.envelope_at(self._incoming.path)
-        last = event(told) if is_stream(head["headers"]) else line(told)
+        last = event_of_error(told) if is_stream(head["headers"]) else line(told)
         await send({"type": "http.response.body", "body": b"\n\n" + last, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
