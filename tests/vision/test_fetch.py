@@ -44,6 +44,10 @@ class Pages(BaseHTTPRequestHandler):
             self.wfile.write(b"x")
             self.wfile.flush()
             self.server.wait.wait(30)  # type: ignore[attr-defined]
+        elif self.path == "/%E7%8C%AB%20a.png?q=%C3%A9&k=a%2Fb":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"cat")
         else:
             self.send_error(404)
 
@@ -70,6 +74,10 @@ def test_bytes_and_redirects(site: str) -> None:
     for path, message in [*refused, ("nowhere", "cannot be fetched")]:
         with pytest.raises(UsageError, match=message):
             fetch(f"{site}/{path}", 100, LOCAL)
+
+
+def test_blanks_and_letters_of_all_the_world_are_asked_for_as_browsers_do(site: str) -> None:
+    assert fetch(f"{site}/猫 a.png?q=é&k=a%2Fb", 100, LOCAL) == b"cat"
 
 
 def test_time_is_limited(site: str) -> None:
