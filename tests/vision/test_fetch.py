@@ -163,3 +163,5 @@ def test_hosts_may_be_listed(site: str) -> None:
     with pytest.raises(UsageError, match=r"from a.example alone \(--allowed-media-domains\)"):
         fetch(f"{site}/bytes-1", 100, Fetching(private=True, hosts=("a.example",)))
     assert fetch(f"{site}/bytes-1", 100, Fetching(private=True, hosts=("127.0.0.1",))) == b"x"
+    with pytest.raises(UsageError, match="not public"):  # it is one of them, however it is spelled
+        fetch("http://localHost:9/", 100, Fetching.of(["LocalHost"], False))

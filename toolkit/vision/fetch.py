@@ -43,7 +43,8 @@ class Fetching:
         """``hosts`` as a user has them. Raises UsageError for what is no list of names."""
         if hosts is not None and (isinstance(hosts, str) or not all(isinstance(host, str) for host in hosts)):
             raise UsageError(f"allowed_media_domains: expected a list of hosts, found {hosts!r:.60}")
-        return cls(seconds, private, None if hosts is None else tuple(hosts))
+        named = None if hosts is None else tuple(host.lower() for host in hosts)  # as those of URLs are compared
+        return cls(seconds, private, named)
 
 
 def fetch(
