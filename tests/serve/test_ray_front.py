@@ -213,6 +213,8 @@ def test_a_replica_that_dies_ends_its_streams_with_an_event() -> None:
                 named, data = found.text.split("\n")[-4:-2]
                 assert named == ("event: error" if path == "/v1/messages" else "")  # by which Anthropic's clients know
                 assert json.loads(data.removeprefix("data: "))["error"]["message"].startswith("the replica")
+            lines = (await http.post("/v1/chat/interactive", json={"model": "a"})).text.splitlines()
+            assert json.loads(lines[-1])["error"]["code"] == "node_lost"  # JSON lines, though they are called events
 
     run(go())
 
