@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from toolkit.errors import UsageError
 from toolkit.parsers import registry
 from toolkit.parsers.pieces import Answer
+from toolkit.serve.generation.parsing import Formats
 
 WEATHER = {
     "type": "object",
@@ -424,6 +425,27 @@ def test_ids() -> None:
     mistral = read("mistral", [f"[TOOL_CALLS][{ONE}]"]).calls[0]["id"]
     assert len(mistral) == 9 and mistral.isalnum()
     assert read("mistral", ["[TOOL_CALLS]now[CALL_ID]abc123xyz[ARGS]{}"]).calls[0]["id"] == "abc123xyz"
+
+
+@pytest.mark.parametrize(
+    ("name", "marks"),
+    [("mistral", ["[CALL_ID]", "[ARGS]"]), ("kimi_k2", [KN]), ("deepseek_v3", [DN]), ("deepseek_v31", [DN])],
+)
+def test_special_tokens_within_a_call_reach_the_parser(name: str, marks: list[str]) -> None:
+    """Without [CALL_ID] a call's name and its id would be one word: no function's name."""
+
+    class Tokens:
+        """A tokenizer whose tokens are these marks, all of them special."""
+
+        texts = (*registry.tool_format(name).visible, *marks, "<s>")
+        special_ids = frozenset(range(len(texts)))
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return "".join(self.texts[i] for i in ids)
+
+    tokenizer: Any = Tokens()
+    shown = Formats(registry.tool_format(name), None, tokenizer).shown or ()
+    assert {*marks} <= {*shown} and "<s>" not in shown
 
 
 def test_half_a_surrogate_pair_can_be_sent() -> None:

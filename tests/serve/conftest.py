@@ -40,6 +40,8 @@ class ByteTokenizer:
 
     vocab_size = 257
     special_ids = frozenset({EOS})
+    byte_exact = True
+    strips_leading_space = False
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -169,7 +169,7 @@ def test_files_and_batches_are_listed_page_by_page(client: openai.OpenAI) -> Non
     batches = [
         client.batches.create(input_file_id=id, endpoint="/v1/chat/completions", completion_window="24h") for id in ids
     ]
-    assert {batch.id for batch in client.batches.list(limit=2)} == {batch.id for batch in batches}
+    assert [batch.id for batch in client.batches.list(limit=2)] == [batch.id for batch in batches[::-1]]
     with pytest.raises(openai.BadRequestError, match="limit"):
         client.batches.list(limit=101)
     with pytest.raises(openai.BadRequestError, match="after"):

@@ -310,6 +310,20 @@ def test_killing_a_node_under_load_loses_only_what_it_was_sending() -> None:
     run(go)
 
 
+def test_a_stream_that_breaks_off_ends_as_its_api_tells_errors() -> None:
+    """Anthropic's clients step over an event that is not called an error."""
+
+    async def go() -> None:
+        async with world(FakeNode(die_at=2)) as w:
+            reply = await w.client.post("/v1/messages", json={"model": "m", "stream": True})
+            named, data = reply.text.split("\n")[-4:-2]
+            told = json.loads(data.removeprefix("data: "))
+            assert (named, told["type"]) == ("event: error", "error")
+            assert told["error"]["message"].startswith("the node that sent this answer is gone")
+
+    run(go)
+
+
 @pytest.mark.parametrize("fault", [{"status": 503}, {"status": 502}, {"status": 429}, {"die_at": 0}])
 def test_a_request_goes_to_another_node_before_the_first_byte(fault: dict[str, Any]) -> None:
     async def go() -> None:

@@ -208,6 +208,13 @@ def test_a_replica_that_dies_ends_its_streams_with_an_event() -> None:
             assert found.status_code == 200 and found.text.startswith("data: half\n\n")
             assert json.loads(last)["error"]["code"] == "node_lost"
             assert len(one.seen) == 1  # half an answer is not asked again
+            for path in ("/v1/messages", "/v1/responses"):
+                found = await http.post(path, json={"model": "a"})
+                named, data = found.text.split("\n")[-4:-2]
+                assert named == ("event: error" if path == "/v1/messages" else "")  # by which Anthropic's clients know
+                assert json.loads(data.removeprefix("data: "))["error"]["message"].startswith("the replica")
+            lines = (await http.post("/v1/chat/interactive", json={"model": "a"})).text.splitlines()
+            assert json.loads(lines[-1])["error"]["code"] == "node_lost"  # JSON lines, though they are called events
 
     run(go())
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.request
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.messages import GenerationConfig
+from toolkit.messages import GenerationConfig, Response
 from toolkit.parsers import registry
 from toolkit.parsers.grammar import required_calls
 from toolkit.parsers.pieces import Answer, Piece
 from toolkit.serve.client import APIClient
+from toolkit.serve.generation.budget import within
 from toolkit.serve.generation.chat import thought_tokens
+from toolkit.serve.generation.choice import Budget, Choice
 from toolkit.serve.generation.parsing import Formats
 
 ADD = {"name": "add", "description": "Sum.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -262,6 +266,34 @@ def test_a_thought_within_its_budget(start: Any) -> None:
     ask(server, "<think>0123456789</think>{}", **fields)
     rules = [config.response_format["type"] for _, config in server.engine.seen[-2:]]
     assert rules == ["structural_tag", "json_object"]  # behind the thought, then at once
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 40])
+def test_a_thought_ends_at_the_same_token_however_many_come_at_once(start: Any, size: int, late: int) -> None:
+    """As where guesses come true, or a client reads slowly. ``late``: text is held back, for it may be a stop word."""
+    said, closing, config = b"<think>0123456789</think>Well.", b" Enough.</think>", GenerationConfig(logprobs=0)
+    choice = Choice(0, 0, list(b"x"), config)
+    budget = Budget(6, registry.reasoning_format("qwen3"), None, closing.decode(), list(closing), config, 512)
+
+    async def run(part: Choice, mark: str) -> AsyncGenerator[Response, None]:
+        ids = list(b"Then." if mark else said)
+        for at in range(0, len(ids), size):
+            some, ends = ids[at : at + size], at + size >= len(ids)
+            shown = ids[max(0, at - late) : len(ids) if ends else at + size - late]
+            told: Any = {"logprobs": [{i: -1.0} for i in some], "finish_reason": "stop" if ends else None}
+            yield Response(bytes(shown).decode(), at + len(some), token_ids=some, **told)
+
+    async def whole() -> Response:
+        answer = Response()
+        async for delta in within(budget, choice, start().engine.tokenizer, run):
+            answer.extend(delta)
+        return answer
+
+    answer = asyncio.run(whole())
+    assert answer.text == "<think>01234 Enough.</think>Then." == bytes(answer.token_ids).decode()
+    assert len(answer.logprobs or ()) == answer.generate_token_len == len(answer.token_ids)
+    assert answer.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("form", ["minimax_m2", "deepseek_r1", "qwen3"])

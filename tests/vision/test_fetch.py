@@ -44,6 +44,10 @@ class Pages(BaseHTTPRequestHandler):
             self.wfile.write(b"x")
             self.wfile.flush()
             self.server.wait.wait(30)  # type: ignore[attr-defined]
+        elif self.path == "/%E7%8C%AB%20a.png?q=%C3%A9&k=a%2Fb":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"cat")
         else:
             self.send_error(404)
 
@@ -70,6 +74,10 @@ def test_bytes_and_redirects(site: str) -> None:
     for path, message in [*refused, ("nowhere", "cannot be fetched")]:
         with pytest.raises(UsageError, match=message):
             fetch(f"{site}/{path}", 100, LOCAL)
+
+
+def test_blanks_and_letters_of_all_the_world_are_asked_for_as_browsers_do(site: str) -> None:
+    assert fetch(f"{site}/猫 a.png?q=é&k=a%2Fb", 100, LOCAL) == b"cat"
 
 
 def test_time_is_limited(site: str) -> None:
@@ -155,3 +163,5 @@ def test_hosts_may_be_listed(site: str) -> None:
     with pytest.raises(UsageError, match=r"from a.example alone \(--allowed-media-domains\)"):
         fetch(f"{site}/bytes-1", 100, Fetching(private=True, hosts=("a.example",)))
     assert fetch(f"{site}/bytes-1", 100, Fetching(private=True, hosts=("127.0.0.1",))) == b"x"
+    with pytest.raises(UsageError, match="not public"):  # it is one of them, however it is spelled
+        fetch("http://localHost:9/", 100, Fetching.of(["LocalHost"], False))

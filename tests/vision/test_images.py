@@ -6,6 +6,7 @@ import base64
 import io
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -80,7 +81,8 @@ def test_sources(tmp_path: Path) -> None:
     file = tmp_path / "a b.png"
     file.write_bytes(data)
     encoded = base64.b64encode(data).decode()
-    for source in (data, str(file), file, file.as_uri(), f"data:image/png;base64,{encoded}", plain()):
+    urls = [file.as_uri(), f"data:image/png;base64,{encoded}", f"data:image/png,{quote(data)}"]
+    for source in (data, str(file), file, *urls, plain()):
         assert open_image(source, Rules()).getpixel((0, 0)) == RED
 
 

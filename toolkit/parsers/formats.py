@@ -38,10 +38,10 @@ class ToolFormat:
     """``marks``: (begin, end) around calls; an end of "" is the answer's, or the next begin. ``read``: the calls
     between them, none where it is anything else; ``parts``: the calls in such a body after all, in the order of what
     else it has (an answer cut short, words between calls). ``bare``: whether an answer with this beginning may be calls
-    without marks (None: not yet clear). ``drop``: marks around several calls. ``quoted``: in JSON strings an end mark
-    is none, nor is it between ``value``, marks around an argument. ``unclosed``: calls can be told to be whole without
-    their end mark. ``signs``: what the chat templates of such models have, all of one row. ``thought_ends``: marks
-    that such models may begin an answer with, thoughts or not.
+    without marks (None: not yet clear). ``drop``: marks around several calls; ``inner``: those between the parts of a
+    call. ``quoted``: in JSON strings an end mark is none, nor is it between ``value``, marks around an argument.
+    ``unclosed``: calls can be told to be whole without their end mark. ``signs``: what the chat templates of such
+    models have, all of one row. ``thought_ends``: marks that such models may begin an answer with, thoughts or not.
     """
 
     name: str
@@ -53,6 +53,7 @@ class ToolFormat:
     parts: Callable[[str, Functions], list[Call | str]] | None = None
     bare: Callable[[str], bool | None] | None = None
     drop: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
     quoted: bool = True
     value: tuple[str, str] | None = None
     unclosed: bool = True
@@ -63,7 +64,7 @@ class ToolFormat:
     @property
     def visible(self) -> tuple[str, ...]:
         """Marks that have to be shown where they are special tokens."""
-        return (*(mark for pair in self.marks for mark in pair if mark), *self.drop)
+        return (*(mark for pair in self.marks for mark in pair if mark), *self.drop, *self.inner)
 
 
 @dataclass(frozen=True)

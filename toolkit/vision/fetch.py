@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 from toolkit.configs.option import spelled
 from toolkit.errors import UsageError
@@ -22,6 +22,7 @@ from toolkit.errors import UsageError
 REDIRECTS = 3
 PIECE = 1 << 16
 AGENT = "toolkit"
+SPELLED = "!$%&'()*+,/:;=?@[]~"  # signs of a URL that are sent as they stand; blanks and letters beyond ASCII cannot be
 # What Python's ``is_global`` lets pass: special uses, and IPv6 that a gateway turns into an IPv4 address.
 NOT_PUBLIC = tuple(
     ipaddress.ip_network(text)
@@ -42,7 +43,8 @@ class Fetching:
         """``hosts`` as a user has them. Raises UsageError for what is no list of names."""
         if hosts is not None and (isinstance(hosts, str) or not all(isinstance(host, str) for host in hosts)):
             raise UsageError(f"allowed_media_domains: expected a list of hosts, found {hosts!r:.60}")
-        return cls(seconds, private, None if hosts is None else tuple(hosts))
+        named = None if hosts is None else tuple(host.lower() for host in hosts)  # as those of URLs are compared
+        return cls(seconds, private, named)
 
 
 def fetch(
@@ -101,7 +103,7 @@ def _ask(
         stream = ssl.create_default_context().wrap_socket(stream, server_hostname=host)
     with stream, _cut_off(stream, _left(until)):
         connection.sock = stream
-        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        path = quote((parts.path or "/") + (f"?{parts.query}" if parts.query else ""), SPELLED)
         connection.request(
             "GET", path, headers={"User-Agent": AGENT, "Accept": "image/*,video/*", "Connection": "close"}
         )

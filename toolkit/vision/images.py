@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from toolkit.base import extras
 from toolkit.errors import UsageError
@@ -222,10 +222,10 @@ def _decoded(source: str, most: int, what: str, shown: str) -> bytes:
     head, comma, body = source.partition(",")
     if not comma:
         raise UsageError(f"{what}: expected data:{what}/…;base64,…, found a data URL without a comma")
-    if len(body) > 2 * most:
+    if len(body) > 3 * most:  # as many characters as a byte may take
         raise UsageError(f"{shown}: expected at most {most:,} bytes, found more")
     if not head.lower().endswith(";base64"):
-        return unquote(body).encode("latin-1", "replace")
+        return unquote_to_bytes(body)
     try:
         return base64.b64decode("".join(unquote(body).split()), validate=True)
     except (binascii.Error, ValueError) as e:

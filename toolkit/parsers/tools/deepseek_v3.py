@@ -16,6 +16,7 @@ FORMAT = ToolFormat(
     aliases=("deepseek_r1_0528",),
     marks=(CALL,),
     drop=CALLS,
+    inner=(NAME_END,),
     read=one_call(_BODY),
     written=Written(
         f"{CALL[0]}function{NAME_END}%s\n```json\n", f"\n```{CALL[1]}", first=CALLS[0], last=CALLS[1], trigger=CALLS[0]

@@ -31,6 +31,7 @@ FORMAT = ToolFormat(
     aliases=("deepseek_v3_1",),
     marks=(CALL,),
     drop=CALLS,
+    inner=(NAME_END,),
     read=json_calls.one_call(_BODY),
     parts=_parts,
     written=Written(f"{CALL[0]}%s{NAME_END}", CALL[1], first=CALLS[0], last=CALLS[1], between="", trigger=CALLS[0]),

@@ -19,6 +19,7 @@ FORMAT = ToolFormat(
     name="kimi_k2",
     marks=(_CALL,),
     drop=_CALLS,
+    inner=(_NAME_END,),
     read=one_call(_BODY),
     written=Written(
         f"{_CALL[0]}functions.%s:0{_NAME_END}", _CALL[1], first=_CALLS[0], last=_CALLS[1], between="", trigger=_CALLS[0]

@@ -31,6 +31,7 @@ def _parts(text: str, functions: Functions) -> list[Call | str]:
 FORMAT = ToolFormat(
     name="mistral",
     marks=(("[TOOL_CALLS]", ""),),
+    inner=("[CALL_ID]", "[ARGS]"),
     read=_read,
     parts=_parts,
     written=Written(

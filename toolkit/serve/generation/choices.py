@@ -136,7 +136,8 @@ async def run_choices(
 def _run(state: ServerState, engine_id: str, choice: Choice) -> AsyncGenerator[Response, None]:
     if choice.budget is None:
         return _run_one(state, engine_id, choice)
-    return within(choice.budget, choice, lambda part, mark: _run_one(state, engine_id + mark, part))
+    run = lambda part, mark: _run_one(state, engine_id + mark, part)  # noqa: E731
+    return within(choice.budget, choice, state.engine.tokenizer, run)
 
 
 async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncGenerator[Response, None]:

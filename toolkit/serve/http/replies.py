@@ -66,6 +66,11 @@ def named_event(data: Any) -> bytes:
     return f"event: {data['type']}\n".encode() + event(data)
 
 
+def event_of_error(told: dict[str, Any]) -> bytes:
+    """That of an error in its API's envelope: Anthropic's clients step over one that is not called so."""
+    return named_event(told) if "type" in told else event(told)
+
+
 @dataclass(frozen=True)
 class Wire:
     """How an API spells an event and an error, what ends its streams, what is sent while nothing is said, and how a

@@ -20,7 +20,7 @@ from toolkit.serve.http.access.users import asks_for, current_user, header_of
 from toolkit.serve.http.errors import OLLAMA, ApiError
 from toolkit.serve.http.handed import HEADER as KV
 from toolkit.serve.http.handed import Handed
-from toolkit.serve.http.replies import Reply, event, send_error
+from toolkit.serve.http.replies import Reply, event_of_error, line, send_error
 from toolkit.serve.http.request_ids import HEADER, current
 from toolkit.serve.http.sharing.lanes import Lanes
 from toolkit.serve.ollama.fields import served_as
@@ -42,6 +42,7 @@ VIA = b"via"  # each proxy on a request's way adds itself
 MOST_HOPS = 8
 KEY_HEADERS = (b"authorization", b"x-api-key")
 OF_ONE = "/v1/models/"  # what there is to say of the model that is named behind it
+INTERACTIVE = "/v1/chat/interactive"  # its streams are JSON lines, which LMDeploy calls events
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Incoming:
     @property
     def session(self) -> Any:
         """Whose history a node keeps: it has to go to the same one."""
-        kept = self.path == "/v1/chat/interactive" and isinstance(self.data, dict)
+        kept = self.path == INTERACTIVE and isinstance(self.data, dict)
         return self.data.get("session_id") if kept else None
 
     @property
@@ -119,6 +120,12 @@ def of_this_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[byte
 def is_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Whether an answer with these is one of events."""
     return any(k == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers)
+
+
+def last_words(error: ApiError, path: str, events: bool = True) -> bytes:
+    """What ends an answer that grows, whatever it was in the middle of: ``error`` as the API of ``path`` tells it."""
+    told = error.envelope_at(path)
+    return b"\n\n" + (event_of_error(told) if events and path != INTERACTIVE else line(told))
 
 
 class NodeFailed(Exception):
@@ -264,8 +271,8 @@ class Forward(Reply):
         await send({"type": "http.response.body", "body": b""})
 
     async def _end_stream(self, send: Send, error: ApiError) -> None:
-        """End a stream of events, whatever it was in the middle of, by one that says why."""
-        last = b"\n\n" + event(error.envelope_at(self._request.path))
+        """End a stream by one more event, which says why."""
+        last = last_words(error, self._request.path)
         await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 

@@ -22,12 +22,12 @@ from toolkit.serve.http.access.users import current_user
 from toolkit.serve.http.application import begin_app
 from toolkit.serve.http.errors import ApiError, not_served
 from toolkit.serve.http.layers import add_layers
-from toolkit.serve.http.replies import Reply, event, json_response, line, scraped, send_error
+from toolkit.serve.http.replies import Reply, json_response, scraped, send_error
 from toolkit.serve.http.sharing.lanes import Lanes
 from toolkit.serve.http.sharing.places import Places
 from toolkit.serve.model_cards import listed
 from toolkit.serve.ollama.cards import Listed, add_lists
-from toolkit.serve.proxy.forward import Incoming, is_stream
+from toolkit.serve.proxy.forward import Incoming, is_stream, last_words
 from toolkit.serve.proxy.nodes import ELSEWHERE
 from toolkit.serve.proxy.paths import forwarded
 from toolkit.serve.ray.asked import Asked
@@ -223,9 +223,8 @@ class Forward(Reply):
         """End a stream in its midst so that nobody takes it for a whole one."""
         self._metrics.broken.inc()
         error = ApiError(502, "the replica that sent this answer is gone; ask again", code="node_lost")
-        told = error.envelope_at(self._incoming.path)
-        last = event(told) if is_stream(head["headers"]) else line(told)
-        await send({"type": "http.response.body", "body": b"\n\n" + last, "more_body": True})
+        last = last_words(error, self._incoming.path, is_stream(head["headers"]))
+        await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 

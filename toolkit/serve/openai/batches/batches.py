@@ -150,9 +150,8 @@ class Batches:
     def of(self, owner: str) -> list[Batch]:
         """The newest first."""
         self._expire()
-        return sorted(
-            (batch for batch in self._all.values() if batch.owner == owner), key=lambda b: b.created_at, reverse=True
-        )
+        own = [batch for batch in self._all.values() if batch.owner == owner]
+        return sorted(reversed(own), key=lambda b: b.created_at, reverse=True)  # those of one second stay in order
 
     def get(self, id: str, owner: str) -> Batch | None:
         found = self._all.get(id)
