@@ -76,6 +76,13 @@ def test_a_request_is_the_same_in_any_company(family, runner):
     assert _serve(made, _requests()[::-1], max_prefill_token_num=7, prefix_caching=False) == alone
 
 
+def test_blocks_that_are_kept_are_told_from_those_of_others(runner):
+    """``layout`` is part of the name that a kept block has."""
+    made, _ = runner("llama")
+    mine, made.batch_invariant = made.layout, False
+    assert made.layout != mine
+
+
 def test_log_sums_are_right_and_go_by_the_row_alone():
     logits = 4 * torch.randn(9, 50_000, generator=torch.Generator().manual_seed(0))
     found = log_sum(logits)

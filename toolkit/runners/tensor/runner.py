@@ -329,10 +329,11 @@ class TensorRunner:
 
     @property
     def layout(self) -> str:
-        """torch's version and the device: others round otherwise."""
+        """torch's version, the device and what chooses kernels: others round otherwise."""
         kind = self._on.torch.type
         named = getattr(getattr(torch, kind, None), "get_device_name", None)
-        return f"torch {torch.__version__} {kind} {named() if named else ''} dense {self.dense}"
+        told = f"torch {torch.__version__} {kind} {named() if named else ''} dense {self.dense}"
+        return f"{told} alike" if self.batch_invariant else told
 
     def export_block(self, group: int, block: int, into: memoryview | None = None) -> bytes:
         """The block's content in stored form, all layers of the group."""
