@@ -258,6 +258,17 @@ def test_most_kernels_are_tried_before_their_first_call(gpu, monkeypatch):
     assert tried.count("rms_norm") == 1 and "moe_experts_int8" not in tried
 
 
+def _device(name):
+    return SimpleNamespace(torch=torch.device(name), dense=False, reserved=0, memory=lambda: (8 << 30, 16 << 30))
+
+
+def test_kept_blocks_are_told_by_the_gpu_that_computes_them(gpu, tiny_models):
+    gpu((8, 0), (9, 0))
+    opened, options = open_model(tiny_models("llama")), RunnerOptions(device="cuda:1", dtype="float16")
+    layout = TensorRunner(opened.spec, opened.weights, options, graphs=_device("cuda:1")).layout
+    assert "H200" in layout and "A100" not in layout
+
+
 @pytest.mark.parametrize("form, said", [(Dense, None), (ChannelInt8, None), (Fp8, "rms_norm_quant: .* capability 8.9")])
 def test_batch_invariant_asks_for_the_kernels_that_the_model_calls(form, said, gpu, tiny_models):
     """GPUs before compute capability 8.9 have none that round to float8 with rows that are alike."""
@@ -268,8 +279,7 @@ def test_batch_invariant_asks_for_the_kernels_that_the_model_calls(form, said, g
         whole = stored[linear.name].dequantize(torch.float32)
         codes = torch.float8_e4m3fn if form is Fp8 else torch.int8
         stored[linear.name] = Dense(whole) if form is Dense else form(whole.to(codes), torch.ones(len(whole)))
-    device = SimpleNamespace(torch=torch.device("cuda"), dense=False, reserved=0, memory=lambda: (8 << 30, 16 << 30))
-    options = RunnerOptions(device="cuda", dtype="float16", batch_invariant=True)
+    device, options = _device("cuda"), RunnerOptions(device="cuda", dtype="float16", batch_invariant=True)
     if said is not None:
         with pytest.raises(UsageError, match=said):
             TensorRunner(opened.spec, lambda: stored, options, graphs=device)

@@ -332,7 +332,7 @@ class TensorRunner:
         """torch's version, the device and what chooses kernels: others round otherwise."""
         kind = self._on.torch.type
         named = getattr(getattr(torch, kind, None), "get_device_name", None)
-        told = f"torch {torch.__version__} {kind} {named() if named else ''} dense {self.dense}"
+        told = f"torch {torch.__version__} {kind} {named(self._on.torch) if named else ''} dense {self.dense}"
         return f"{told} alike" if self.batch_invariant else told
 
     def export_block(self, group: int, block: int, into: memoryview | None = None) -> bytes:
