@@ -107,9 +107,9 @@ class Sums(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("vocab", [40, 300, 1999, 32_000, 128_256, 151_936])
+@pytest.mark.parametrize("vocab", [40, 300, 1999, 10_000, 32_000, 128_256, 151_936])
 def test_a_gpu_has_one_order_of_a_log_sum_for_any_rows(vocab):
-    """torch gives a sum more threads than a warp has where there are fewer than 16 sums, whoever's they are."""
+    """torch gives some sums more threads than a warp has where there are fewer than 16, whoever's they are."""
     with Sums() as sums:
         log_sum(torch.zeros(1, vocab))
     assert sums.found and all(numbers <= 32 or count >= 16 for count, numbers in sums.found)

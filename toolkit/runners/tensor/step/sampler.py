@@ -15,8 +15,8 @@ from toolkit.runners.tensor.ops import Ops
 from toolkit.runners.tensor.step.draws import DRAWN_BY, columns, penalized
 
 FEW_ROWS, WIDE, PART = 32, 1 << 15, 128  # of ``row_best``
-# A GPU's block of threads has up to 16 sums of torch's; where there are fewer, more than a warp shares one, which then
-# has another order. A warp's 32 numbers have the same one in any case.
+# On a GPU a warp shares each of torch's sums that has up to WARP numbers, or where one row alone has SUMS of them: half
+# a block of threads. Others are shared by what other rows leave of a block (torch 2.13: those of 64 to 127 numbers).
 SUMS, WARP = 16, 32
 
 
