@@ -15,6 +15,7 @@ from toolkit.kernels import registry
 from toolkit.kernels.op import Target
 from toolkit.kernels.reference.attention import _attention_cases as attention_cases
 from toolkit.kernels.tolerances import compare
+from toolkit.kernels.triton.attention import kernel
 from toolkit.kernels.triton.attention import plan as planning
 from toolkit.kernels.triton.launch import recording
 
@@ -182,4 +183,24 @@ def test_attention_is_the_same_however_tokens_come(label, short_ranges):
     whole = _attend(case, [LENGTH])
     assert bool(whole.isfinite().all())
     for parts, others in (([61, 1, 1, 1, 30, 56], 3), ([7, 60, 33, 50], 40), ([149, 1], 1)):
+        assert torch.equal(_attend(case, parts, others), whole)
+
+
+def test_attention_masks_the_same_keys_however_tokens_come(short_ranges, monkeypatch):
+    """A compiler fuses otherwise where keys are masked, which moves last places; the interpreter does not. So here a
+    mask moves all scores."""
+    case = next(c for c in attention_cases() if c.label == "prompt")
+    fold, plain = kernel.fold, _attend(case, [LENGTH])
+    masked, scale = fold.arg_names.index("MASK"), fold.arg_names.index("scale")
+
+    def moved(*arguments):
+        given = list(arguments)
+        if given[masked]:
+            given[scale] = given[scale] * 1.25
+        return fold(*given)
+
+    monkeypatch.setattr(kernel, "fold", moved)
+    whole = _attend(case, [LENGTH])
+    assert not torch.equal(whole, plain)
+    for parts, others in (([61, 1, 1, 1, 30, 56], 3), ([149, 1], 1)):
         assert torch.equal(_attend(case, parts, others), whole)

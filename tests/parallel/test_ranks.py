@@ -226,6 +226,22 @@ def test_copies_give_what_one_process_gives(family: str, layout: Layout, tiny_mo
     assert len(several.runner.export_block(0, block)) == one.runner.memory().block_bytes[0]
 
 
+def test_a_step_of_copies_still_says_which_blocks_were_copied(tiny_models: Any, pair: Any) -> None:
+    """Until the engine reads there that they were, it holds those that were copied from."""
+    found = []
+    for driver in pair(tiny_models("llama"), Layout(dp=2)):
+        source, twin = driver.add(), driver.add()
+        driver.step({source: PROMPT[:20]})
+        sources = driver.sequences[source].blocks[0]
+        driver.sequences[twin].blocks[0], driver.sequences[twin].length = driver._free[0][: len(sources)], 20
+        del driver._free[0][: len(sources)]
+        pairs = np.array([sources, driver.sequences[twin].blocks[0]], np.int32).T
+        batch = driver.batch({source: [9], twin: [8]}, "all", copy_blocks=(pairs,))
+        found.append(driver.runner.submit(batch).result().logits)
+        assert len(batch.copy_blocks) == 1 and batch.copy_blocks[0] is pairs
+    np.testing.assert_allclose(found[1], found[0], **CLOSE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, ep=2)], ids=str)
 @pytest.mark.parametrize("family", [name for name in names() if not get(name).encodes])

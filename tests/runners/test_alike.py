@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions
@@ -75,6 +76,13 @@ def test_a_request_is_the_same_in_any_company(family, runner):
     assert _serve(made, _requests()[::-1], max_prefill_token_num=7, prefix_caching=False) == alone
 
 
+def test_blocks_that_are_kept_are_told_from_those_of_others(runner):
+    """``layout`` is part of the name that a kept block has."""
+    made, _ = runner("llama")
+    mine, made.batch_invariant = made.layout, False
+    assert made.layout != mine
+
+
 def test_log_sums_are_right_and_go_by_the_row_alone():
     logits = 4 * torch.randn(9, 50_000, generator=torch.Generator().manual_seed(0))
     found = log_sum(logits)
@@ -84,6 +92,27 @@ def test_log_sums_are_right_and_go_by_the_row_alone():
     banned = torch.full((1, 300), -torch.inf)
     banned[0, 7] = 2.0
     assert log_sum(banned).tolist() == [2.0]
+
+
+class Sums(TorchDispatchMode):
+    """Notes (sums, numbers of each) of every sum over the last of three dimensions, of one row."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.sum.dim_IntList:
+            self.found.append(tuple(args[0].shape[1:]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("vocab", [40, 300, 1999, 10_000, 32_000, 128_256, 151_936])
+def test_a_gpu_has_one_order_of_a_log_sum_for_any_rows(vocab):
+    """torch gives some sums more threads than a warp has where there are fewer than 16, whoever's they are."""
+    with Sums() as sums:
+        log_sum(torch.zeros(1, vocab))
+    assert sums.found and all(numbers <= 32 or count >= 16 for count, numbers in sums.found)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "mamba2", "lfm2"])

@@ -9,13 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8
 from toolkit.errors import UsageError
+from toolkit.kernels import KernelError
 from toolkit.runners import choose
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 from toolkit.runners.tensor import support as module
 from toolkit.runners.tensor.devices import find as device_module
 from toolkit.runners.tensor.ops import choose_ops
+from toolkit.runners.tensor.runner import TensorRunner
 
 
 @pytest.fixture
@@ -253,3 +256,34 @@ def test_most_kernels_are_tried_before_their_first_call(gpu, monkeypatch):
     for _ in range(2):  # the compiled one fails, so torch's runs; it is tried once
         torch.testing.assert_close(ops.rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (8,), weight, 1e-6))
     assert tried.count("rms_norm") == 1 and "moe_experts_int8" not in tried
+
+
+def _device(name):
+    return SimpleNamespace(torch=torch.device(name), dense=False, reserved=0, memory=lambda: (8 << 30, 16 << 30))
+
+
+def test_kept_blocks_are_told_by_the_gpu_that_computes_them(gpu, tiny_models):
+    gpu((8, 0), (9, 0))
+    opened, options = open_model(tiny_models("llama")), RunnerOptions(device="cuda:1", dtype="float16")
+    layout = TensorRunner(opened.spec, opened.weights, options, graphs=_device("cuda:1")).layout
+    assert "H200" in layout and "A100" not in layout
+
+
+@pytest.mark.parametrize("form, said", [(Dense, None), (ChannelInt8, None), (Fp8, "rms_norm_quant: .* capability 8.9")])
+def test_batch_invariant_asks_for_the_kernels_that_the_model_calls(form, said, gpu, tiny_models):
+    """GPUs before compute capability 8.9 have none that round to float8 with rows that are alike."""
+    gpu((8, 0))
+    opened = open_model(tiny_models("llama"))
+    stored = dict(opened.weights())
+    for linear in opened.spec.linears():
+        whole = stored[linear.name].dequantize(torch.float32)
+        codes = torch.float8_e4m3fn if form is Fp8 else torch.int8
+        stored[linear.name] = Dense(whole) if form is Dense else form(whole.to(codes), torch.ones(len(whole)))
+    device, options = _device("cuda"), RunnerOptions(device="cuda", dtype="float16", batch_invariant=True)
+    if said is not None:
+        with pytest.raises(UsageError, match=said):
+            TensorRunner(opened.spec, lambda: stored, options, graphs=device)
+        return
+    ops = TensorRunner(opened.spec, lambda: stored, options, graphs=device)._ops
+    with pytest.raises(KernelError, match=r"^moe_experts_fp8: .* capability 8\.9"):
+        ops.moe_experts_fp8()

@@ -475,6 +475,28 @@ def test_a_capture_that_fails_is_tried_once_more(pair, caplog):
     assert device.captures > 0 and device.replays > 0 and not caplog.text
 
 
+def test_a_step_that_breaks_off_leaves_no_graph_that_lacks_tiles(pair, monkeypatch):
+    """Of one that failed in its second layer, which has a window, or has none, only the first one's tiles are known."""
+    ours, device, oracle = pair("gemma2", layers=2)
+    assert ours.add() == oracle.add() == 0
+    _both(ours, oracle, {0: _prompt(20)})
+    tiles, asked = AttentionPlan.tiles, []
+
+    def breaks(plan, *arguments):
+        asked.append(plan)
+        if len(asked) == 2:
+            raise RuntimeError("no more")
+        return tiles(plan, *arguments)
+
+    monkeypatch.setattr(AttentionPlan, "tiles", breaks)
+    with pytest.raises(RunnerError, match="no more"):
+        ours.step({0: [5]})
+    ours.sequences[0].length -= 1
+    for token in (5, 6, 7, 8):
+        _both(ours, oracle, {0: [token]})
+    assert device.replays > 0
+
+
 def test_graphs_that_were_forgotten_are_captured_anew(pair, caplog):
     """Into memory of their own: torch refuses the pool of graphs that are gone."""
     ours, device, oracle = pair("llama")

@@ -266,7 +266,8 @@ class RankedRunner:
         try:
             self._local.check(batch)
             shares = self._placed(batch)
-            batches = [select(batch, share) if share else None for share in shares]
+            left = batch if self._homes is None else replace(batch, copy_blocks=())  # all copies have made those
+            batches = [select(left, share) if share else None for share in shares]
             whose = [batches[self._group.layout.copy(rank)] for rank in range(len(self._block_bytes))]
             parts = max(len(in_a_row(one, self._group.layout.pp)) for one in batches if one is not None)
             before = self._group.messages
@@ -317,7 +318,6 @@ class RankedRunner:
             if len(pairs):
                 self._all("copy_blocks", group, pairs)
                 homes.copied(group, pairs)
-        batch.copy_blocks = ()
         shares, moves = homes.place(batch)
         for group, block in moves:
             self.import_block(group, block, self.export_block(group, block))

@@ -205,6 +205,7 @@ def attend_kernel(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
     ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -218,7 +219,8 @@ def attend_kernel(
     K_COLS, V_COLS: powers of two that hold a quarter and half of the head in form int4, else all of it; with PAIRS
     (caches of codes seen as int16, see ``pairs``) half of that. LAZY: see ``joined``.
     ``zero_unit``: what codes of keys are too small by in the product, 1 but with PAIRS. ``v_scale``: what values are
-    multiplied by (that of the keys is in ``scale``).
+    multiplied by (that of the keys is in ``scale``). TOGETHER: tokens of a tile that begins at a multiple of them,
+    though the first may be there already; 1 for others.
 
     ``k_params``, ``v_params``: int32 views of (scale, zero); ``part_sums`` [parts, heads, ROWS, HEAD_DIM],
     ``part_norms`` [parts, heads, ROWS, 2] float32: sums, then maximum (of log2 weights) and denominator.
@@ -255,7 +257,10 @@ def attend_kernel(
     begin = first_key // KEYS * KEYS
     plain_end = begin
     if not WINDOW:
-        plain_end = tl.minimum(first_position // BLOCK * BLOCK + BLOCK, end_key) // KEYS * KEYS
+        # of fused multiplications and additions the compiler makes others in a loop with a mask: which keys it has may
+        # not depend on which of a tile's tokens come together
+        border = first_position // TOGETHER * TOGETHER
+        plain_end = tl.minimum(border // BLOCK * BLOCK + BLOCK, end_key) // KEYS * KEYS
         for start in range(begin, plain_end, KEYS):
             acc, m, denominator, zeros = fold(
                 acc, m, denominator, zeros, q_tiles, q_sum, q_scale, position, oldest, newest, start,

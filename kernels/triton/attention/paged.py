@@ -39,7 +39,7 @@ from ..tuning import tuned
 from .kernel import attend_kernel
 from .latent import attend, latent_reason
 from .merge import merge
-from .plan import DECODE_KEYS, PROMPT_KEYS, Plan, make_plan
+from .plan import DECODE_KEYS, PROMPT_KEYS, Plan, make_plan, tokens_together
 
 FOUR_BLOCKS = triton.__version__.startswith("3.6.")  # 3.9.0 spills where 3.6.0 does not; between them nobody looked
 PROMPT_ROWS = 64  # rows of a tile from which on operands are read from shared memory (wgmma) or need the registers
@@ -270,6 +270,7 @@ def paged_attention(
         WINDOW=window is not None,
         CHUNK=window if chunked else 0,
         BLOCK=block,
+        TOGETHER=tokens_together(tiles.block_rows, group, fixed=True) if alike else 1,
         ALIBI="none" if alibi is None else "rounded" if alibi_rounded else "exact",
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,

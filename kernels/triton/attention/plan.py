@@ -126,17 +126,20 @@ def range_of(keys: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
     return edges[at], np.append(edges, np.iinfo(np.int32).max)[at + 1]
 
 
+def tokens_together(rows: int, group: int, fixed: bool) -> int:
+    """Tokens of a tile of ``rows``. ``fixed``: a power of two, so that multiples of it are borders of blocks too."""
+    most = max(1, rows // group)
+    return 1 << (most.bit_length() - 1) if fixed else most
+
+
 def _tiles_of_tokens(
     new: np.ndarray, before: np.ndarray, most: int, fixed: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Of each tile: sequence, first token of the ``new`` ones, tokens, and the position that it begins at. ``before``:
-    tokens that each sequence has; ``most``: of a tile. ``fixed``: a tile begins at a multiple of its tokens, though
+    tokens that each sequence has; ``most``: of a tile. ``fixed``: a tile begins at a multiple of ``most``, though
     those at its beginning may be there already.
     """
-    aside = np.zeros_like(new)
-    if fixed:
-        most = 1 << (most.bit_length() - 1)
-        aside = np.where(new > 0, before % most, 0)
+    aside = np.where(new > 0, before % most, 0) if fixed else np.zeros_like(new)
     tiles = -(-(new + aside) // most)
     seq = np.repeat(np.arange(len(new)), tiles)
     begin = (np.arange(len(seq)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * most - aside[seq]
@@ -149,10 +152,10 @@ def cut(
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """(items, merges, number of partial results), see ``Tiles``, long tiles first; ``first``: see ``Plan.tiles``."""
     new = np.diff(cu_seqlens).astype(np.int64)
-    per_tile = max(1, block_rows // group)
+    fixed = first == PROMPT_KEYS
     few = new * group <= max(FEW_ROWS, group)
     before = seq_lens.astype(np.int64) - new
-    seq, begin, tokens, border = _tiles_of_tokens(new, before, per_tile, first == PROMPT_KEYS)
+    seq, begin, tokens, border = _tiles_of_tokens(new, before, tokens_together(block_rows, group, fixed), fixed)
     position = before[seq] + begin
     low = sight.oldest(border)
     high = np.minimum(seq_lens[seq], sight.newest(position + tokens - 1) + 1)

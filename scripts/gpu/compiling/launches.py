@@ -108,11 +108,12 @@ class MetaDevice:
         return MemoryError
 
 
-def _pick(op: Op, target: Target) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """Triton's kernel for a GPU that is not there, where there is none torch's."""
-    families = (f for f in ("triton", "torch", "reference") if f in op.implementations)
-    found = next(op.implementations[f] for f in families if not op.implementations[f].unsupported(target))
-    return found.run_on(target), found.plan
+def _pick(op: Op, target: Target) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
+    """Triton's kernel for a GPU that is not there, where there is none torch's; none where no model of these asks for
+    it."""
+    families = (op.implementations[f] for f in ("triton", "torch", "reference") if f in op.implementations)
+    found = next((x for x in families if not x.unsupported(target)), None)
+    return (None, None) if found is None else (found.run_on(target), found.plan)
 
 
 @contextlib.contextmanager
@@ -128,7 +129,7 @@ def meta_runner(
     from toolkit.runners.tensor.ops import Ops, ops_by
     from toolkit.runners.weights.dummy import DummyWeights
 
-    def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
+    def choose_ops(device: torch.device, dtype: torch.dtype, without: Collection[str], **traits: Any) -> Ops:
         return ops_by(_pick, "cuda", dtype, capability, **traits)
 
     def join(biases: Any, sizes: Any, place: Any) -> torch.Tensor | None:

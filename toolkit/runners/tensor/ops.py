@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from toolkit import kernels
+from toolkit.artifacts.canonical import ChannelInt8, Fp8
 from toolkit.errors import UsageError
 from toolkit.runners.tensor.devices.find import kernel_target
 
 Kernel = Callable[..., Any]
-Pick = Callable[[kernels.Op, kernels.Target], tuple[Kernel, Kernel | None]]
+Pick = Callable[[kernels.Op, kernels.Target], tuple[Kernel | None, Kernel | None]]
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,26 @@ class _Chosen:
         return self._run(*args, **kwargs)
 
 
-def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
-    """Choose every kernel for ``device`` and activations of ``dtype``; ``traits``: see ``ops_by``.
+@dataclass(frozen=True)
+class _Absent:
+    """An op that a model does not need and that nothing here implements as it asks for; ``why``."""
+
+    why: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise kernels.KernelError(self.why)
+
+
+def not_needed(forms: Collection[type]) -> frozenset[str]:
+    """Of the ops that not every GPU has a kernel for those that a model does without whose linears have these forms."""
+    rounds = Fp8 in forms or ChannelInt8 in forms
+    found = () if rounds else ("rms_norm_quant", "add_rms_norm_quant", "act_and_mul_quant")
+    return frozenset(found if Fp8 in forms else (*found, "moe_experts_fp8"))
+
+
+def choose_ops(device: torch.device, dtype: torch.dtype, without: Collection[str] = (), **traits: Any) -> Ops:
+    """Choose every kernel for ``device`` and activations of ``dtype``; ``traits``: see ``ops_by``. ``without``: ops
+    that there need be no kernel for.
 
     On a GPU or the like a kernel that fails its self-test is left out, with a warning; most are tried before their
     first call, which must not be one that a graph captures.
@@ -96,7 +115,12 @@ def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
 
     def pick(op: kernels.Op, target: kernels.Target) -> tuple[Kernel, Kernel | None]:
         at_once = op.name in _ALWAYS
-        found = kernels.choose(op, target, trusted=device.type == "cpu" or not at_once)
+        try:
+            found = kernels.choose(op, target, trusted=device.type == "cpu" or not at_once)
+        except kernels.KernelError as error:
+            if op.name not in without:
+                raise
+            return _Absent(str(error)), None
         later = device.type != "cpu" and not at_once and found.family not in kernels.registry.TRUSTED
         return _Chosen(op, target) if later else found.run_on(target), found.plan
 

@@ -42,7 +42,7 @@ from toolkit.runners.tensor.footprint import activation_bytes, dense_bytes, expa
 from toolkit.runners.tensor.held import weight_bytes
 from toolkit.runners.tensor.layers.linear import Placement, becomes_dense
 from toolkit.runners.tensor.layers.lora import Adapters, AdapterStep
-from toolkit.runners.tensor.ops import Ops, choose_ops
+from toolkit.runners.tensor.ops import Ops, choose_ops, not_needed
 from toolkit.runners.tensor.split import Split
 from toolkit.runners.tensor.step.pending import Failed
 from toolkit.runners.tensor.step.prompts import most_tokens
@@ -51,6 +51,7 @@ from toolkit.runners.tensor.step.tiles import partial_bytes
 from toolkit.runners.tensor.towers.encoders import encoder_of
 from toolkit.runners.tensor.towers.vision import Encoder
 from toolkit.runners.tensor.traits import model_traits
+from toolkit.runners.weights.info import info_of
 
 
 class TensorRunner:
@@ -100,7 +101,7 @@ class TensorRunner:
         self.device, self.dtype = str(self._on.torch), str(self._dtype).removeprefix("torch.")
         sample = first_linear(spec, stored)
         with on_device(self._on.torch):
-            self._ops = ops or self._choose_ops(sample)
+            self._ops = ops or self._choose_ops(sample, stored)
         self._place = self._placement(sample, dense)
         expanding = not options.batch_invariant and expands(spec, stored, self._place)
         self._prompts = 0 if graphs is None else most_tokens(spec, expanding)
@@ -112,17 +113,18 @@ class TensorRunner:
         self._steps: Steps | None = None  # where there are weights and a cache
         self._expected: tuple[int, int] | None = None  # sequences and their tokens, as ``warm_up`` had them
 
-    def _choose_ops(self, sample: Weight) -> Ops:
+    def _choose_ops(self, sample: Weight, stored: Mapping[str, Weight | Tensor]) -> Ops:
         dims = {kept.head_dim for _, _, kept in self.spec.paged()}
         latent = any(kept.kind == "latent" for _, _, kept in self.spec.paged())
         codes = "int8" if isinstance(sample, ChannelInt8) else "fp8"
         traits = cache_traits(self.options.quant_policy) | model_traits(self.spec)
-        shape = {"head_dim": max(dims, default=64), "latent": latent}
+        shape, without = {"head_dim": max(dims, default=64), "latent": latent}, frozenset[str]()
         if self.batch_invariant:
             if self._graphs is None:
                 check_alike_device(self._on.torch)
             traits |= {"alike": True}
-        return choose_ops(self._on.torch, self._dtype, codes=codes, **shape, **traits)
+            without = not_needed({type(info_of(stored, linear.name)) for linear in self.spec.linears()})
+        return choose_ops(self._on.torch, self._dtype, without, codes=codes, **shape, **traits)
 
     @property
     def dense(self) -> bool:
@@ -327,10 +329,11 @@ class TensorRunner:
 
     @property
     def layout(self) -> str:
-        """torch's version and the device: others round otherwise."""
+        """torch's version, the device and what chooses kernels: others round otherwise."""
         kind = self._on.torch.type
         named = getattr(getattr(torch, kind, None), "get_device_name", None)
-        return f"torch {torch.__version__} {kind} {named() if named else ''} dense {self.dense}"
+        told = f"torch {torch.__version__} {kind} {named(self._on.torch) if named else ''} dense {self.dense}"
+        return f"{told} alike" if self.batch_invariant else told
 
     def export_block(self, group: int, block: int, into: memoryview | None = None) -> bytes:
         """The block's content in stored form, all layers of the group."""

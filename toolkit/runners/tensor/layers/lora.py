@@ -72,7 +72,7 @@ def adapt(
     ranks = [max((0 if p is None else p.stored_a.shape[0] for p in row), default=0) for row in pairs]
     if not any(ranks):
         return base
-    top, widths = -(-max(ranks) // 16) * 16, tuple(s.out_features for s in specs)
+    top, widths = _room(max(ranks)), tuple(s.out_features for s in specs)
     a = torch.zeros(len(adapters), len(specs), top, specs[0].in_features)
     b = torch.zeros(len(adapters), sum(widths), top)
     for i, row in enumerate(pairs):
@@ -86,6 +86,17 @@ def adapt(
     return Adapted(base, a, b, index, widths, step, ops)
 
 
+def _room(rank: int) -> int:
+    """Rows of a stack that holds adapters of up to ``rank``, for each of them."""
+    return -(-rank // 16) * 16
+
+
 def adapter_bytes(adapters: Adapters, itemsize: int) -> int:
-    """About what the stacks take."""
-    return sum((p.stored_a.numel() + p.stored_b.numel()) * itemsize for adapter in adapters for p in adapter.values())
+    """What the stacks take, but for zeros beside a linear that no adapter changes: of each adapter as many rows as of
+    the largest."""
+    numbers = 0
+    for name in {name for adapter in adapters for name in adapter}:
+        pairs = [adapter[name] for adapter in adapters if name in adapter]
+        sides = pairs[0].stored_a.shape[1] + pairs[0].stored_b.shape[0]
+        numbers += len(adapters) * _room(max(len(p.stored_a) for p in pairs)) * sides
+    return numbers * itemsize

@@ -152,8 +152,8 @@ def decode_arrays(
     adapters: np.ndarray | None,
 ) -> DecodeArrays:
     """A decode step, padded to ``graph_rows``. ``spare``: of each group the block for what pads; ``tile_rows``: by
-    kind, as far as known; ``kept``: the cuts of the step before, which become those of
-    this one; ``adapters``: see ``token_arrays``.
+    kind, as far as known: without those of all kinds there are no cuts, as after a step that broke off; ``kept``: the
+    cuts of the step before, which become those of this one; ``adapters``: see ``token_arrays``.
     """
     n = len(batch.seq_lens)
     rows = graph_rows(n)
@@ -163,11 +163,11 @@ def decode_arrays(
     for group, table in enumerate(batch.block_tables):
         arrays[f"table{group}"] = pad(table, rows, spare[group])
     lengths = pad(batch.seq_lens, rows, 1)
-    cuts = {}
+    cuts, known = {}, True
     for kind, by_heads in tile_rows.items():
-        for (step, heads), count in by_heads.items():
-            if step != kind_of_decode(heads):
-                continue
+        mine = [(heads, count) for (step, heads), count in by_heads.items() if step == kind_of_decode(heads)]
+        known &= bool(mine)
+        for heads, count in mine:
             if heads[1] == PROMPT_KEYS:  # sums that are alike: tiles end at fixed positions
                 cuts[kind, heads] = cut_decode(lengths, sight_of(spec, kind), heads, count)
                 continue
@@ -177,7 +177,7 @@ def decode_arrays(
                 kept[kind, heads] = before = DecodeCut.of(lengths, sight_of(spec, kind), heads, count)
                 found = before.made
             cuts[kind, heads] = found
-    return DecodeArrays(batch, arrays, lengths, cuts, rows, draws)
+    return DecodeArrays(batch, arrays, lengths, cuts if known else {}, rows, draws)
 
 
 def pad(array: np.ndarray, rows: int, fill: float) -> np.ndarray:

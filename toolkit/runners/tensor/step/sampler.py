@@ -15,6 +15,9 @@ from toolkit.runners.tensor.ops import Ops
 from toolkit.runners.tensor.step.draws import DRAWN_BY, columns, penalized
 
 FEW_ROWS, WIDE, PART = 32, 1 << 15, 128  # of ``row_best``
+# On a GPU a warp shares each of torch's sums that has up to WARP numbers, or where one row alone has SUMS of them: half
+# a block of threads. Others are shared by what other rows leave of a block (torch 2.13: those of 64 to 127 numbers).
+SUMS, WARP = 16, 32
 
 
 @dataclass
@@ -91,16 +94,17 @@ def row_best(logits: Tensor) -> Tensor:
 
 
 def log_sum(logits: Tensor) -> Tensor:
-    """``logsumexp`` of each row of float32 [N, V]: [N]. In steps of PART numbers, whose order torch chooses by their
-    number alone; that of a whole row it chooses by the rows too.
+    """``logsumexp`` of each row of float32 [N, V]: [N]. In steps of PART numbers while one row alone has SUMS of them,
+    then of WARP: in an order that no number of rows changes, as that of a whole row does.
     """
     best = logits.amax(-1, keepdim=True)
     best = best.masked_fill_(best.isinf(), 0.0)
     total = (logits - best).exp_()
     while total.shape[1] > 1:
-        missing = -total.shape[1] % PART if total.shape[1] > PART else 0
+        size = PART if total.shape[1] > PART * (SUMS - 1) else WARP
+        missing = -total.shape[1] % size if total.shape[1] > size else 0
         total = F.pad(total, (0, missing)) if missing else total
-        total = total.unflatten(1, (-1, min(PART, total.shape[1]))).sum(-1)
+        total = total.unflatten(1, (-1, min(size, total.shape[1]))).sum(-1)
     return (best + total.log_())[:, 0]
 
 
