@@ -389,6 +389,14 @@ def test_bad_words_never_appear_across_token_borders(fake: Any) -> None:
         assert len(held) >= 60 and not any(w.encode() in held for w in words)
 
 
+@pytest.mark.parametrize(("word", "reason"), [("e", "stop"), ("eos", "stop"), ("<eos>", "length")])
+def test_a_bad_word_rules_a_special_token_out_by_its_whole_name_alone(fake: Any, word: str, reason: str) -> None:
+    """It is no text; without the one that ends the answer this would go on to its limit."""
+    core = fake.make_core(tokenizer=LetterTokenizer())
+    params: dict[str, Any] = {"logit_bias": {VOCAB - 1: 100.0}, "stop_token_ids": [VOCAB - 1]}
+    assert fake.ask(core, PROMPT, 5, bad_words=[word], **params)[-1].finish_reason == reason
+
+
 @pytest.mark.parametrize(
     ("response_format", "pattern"),
     [
