@@ -100,7 +100,8 @@ class Intake:
     def _sequence(self, request: EngineRequest, processors: Seq[LogitsProcessor], built: Built) -> Sequence:
         spec, options = self._runner.spec, self._options
         prompt = len(request.token_ids)
-        longest = prompt if request.only else min(prompt + request.params.max_new_tokens, self._max_len)
+        new = max(request.params.max_new_tokens, request.room)  # keys are turned as whoever goes on has them
+        longest = prompt if request.only else min(prompt + new, self._max_len)
         rope_set = int(self._long_from is not None and longest > self._long_from)
         turned = rope_set if self._own_rope is None else turned_by(self._own_rope, prompt)
         pairs = spec.encoder is not None and spec.encoder.type_rows > 1

@@ -337,6 +337,7 @@ class AsyncEngine:
                 list(asked.prediction),
                 second=asked.second,
                 lend=config.with_cache,
+                room=asked.room,
                 source=(config.migration_request or {}).get("remote_engine_id", ""),
             )
             if config.preserve_cache and request.session is None:
