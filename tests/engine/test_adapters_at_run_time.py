@@ -17,6 +17,7 @@ from toolkit.artifacts.adapters.adapter import read_changes
 from toolkit.artifacts.manifest import content_digest
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.configs.generation import GenerationConfig
+from toolkit.engine.process.adapter_names import AdapterNames
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.native import library
@@ -232,6 +233,44 @@ def test_a_watched_folder(engine: AsyncEngine, adapters: dict[str, Path], tmp_pa
     shutil.rmtree(tmp_path / "tales")
     watch.look()
     assert engine.adapters.names == ()
+
+
+def test_one_that_cannot_go_while_the_engine_is_down_is_still_there() -> None:
+    """Else its name could neither be used, nor unloaded, nor loaded again."""
+    down = ["the engine failed"]
+
+    def call(*asked: Any) -> None:
+        if down:
+            raise ToolkitError(down[0])
+
+    names = AdapterNames(call, ["a"], "model")
+    with pytest.raises(ToolkitError, match="the engine failed"):
+        names.unload("a")
+    assert names.names == ("a",) and names.number("a") == 0
+    down.clear()
+    names.unload("a")
+    assert names.names == ()
+
+
+def test_a_watched_folder_is_looked_at_again_when_the_engine_is_back(tmp_path: Path) -> None:
+    def change(*asked: Any) -> None:
+        assert engine.healthy
+
+    engine = SimpleNamespace(healthy=False, adapters=SimpleNamespace(load=change, unload=change))
+    state = State(cast(AsyncEngine, engine))
+    watch = Watch(cast(ServerState, state), tmp_path)
+    (tmp_path / "tales").mkdir()
+    (tmp_path / "tales" / "adapter_config.json").write_text("{}")
+    for there in ((), ("tales",)):
+        watch.look()
+        assert state.adapters == there
+        engine.healthy = True
+    shutil.rmtree(tmp_path / "tales")
+    engine.healthy = False
+    for there in (("tales",), ()):
+        watch.look()
+        assert state.adapters == there
+        engine.healthy = True
 
 
 def test_a_server_has_the_folder_s_adapters_when_it_is_ready(
