@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -210,6 +212,29 @@ def test_files_that_change_while_the_engine_sleeps_are_another_adapter(
             shutil.copytree(adapters[now], own)
             engine.weights.wake(["weights", "kv_cache"])
             assert told("own") == (expected[0], cached)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_one_that_has_gone_is_not_read_by_an_engine_that_starts_again(
+    kept: bool, tiny_models: Any, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its files may be gone; the numbers of the others stay."""
+    own = shutil.copytree(adapters["a"], tmp_path / "a")
+    config = TurbomindEngineConfig(
+        session_len=128, dtype="float32", cache_max_entry_count=64, adapters={"own": str(own), "b": str(adapters["b"])},
+        kv_cache_dir=str(tmp_path / "kv") if kept else None,
+    )  # fmt: skip
+    with AsyncEngine.open(tiny_models("llama"), backend_config=config, process=True) as engine:
+        b = answer(engine, 0, "b")
+        engine.adapters.unload("own")
+        shutil.rmtree(own)
+        loop: Any = engine._loop
+        os.kill(first := loop.pid, signal.SIGKILL)
+        end = time.monotonic() + 60
+        while loop.pid == first or not engine.healthy:
+            assert time.monotonic() < end, "the engine does not come back"
+            time.sleep(0.02)
+        assert engine.adapters.names == ("b",) and answer(engine, 0, "b") == b
 
 
 def test_a_watched_folder(engine: AsyncEngine, adapters: dict[str, Path], tmp_path: Path) -> None:
