@@ -239,6 +239,11 @@ def test_min_new_tokens_keeps_stop_words_from_stopping(open_engine: Any) -> None
     assert r.generate_token_len >= 20 and r.text == free[: len(r.text)]
 
 
+def test_min_new_tokens_counts_beside_a_response_format_of_any_text(open_engine: Any) -> None:
+    ends: dict[str, Any] = {"max_new_tokens": 40, "logit_bias": {EOS: 50.0}, "response_format": {"type": "text"}}
+    assert whole(open_engine(), PROMPT, **ends, min_new_tokens=20).generate_token_len == 21
+
+
 def test_a_slow_consumer_gets_longer_deltas_and_the_same_answer(open_engine: Any) -> None:
     engine = open_engine()
     base: dict[str, Any] = {"max_new_tokens": 100, "ignore_eos": True}
