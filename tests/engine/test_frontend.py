@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -271,6 +272,17 @@ def test_leaving_the_iteration_frees_the_blocks(open_engine: Any) -> None:
     asyncio.run(leave())
     wait_for(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0)
     assert engine.stats()["kv_usage"] == 0 and engine.stats()["requests"] == 0
+
+
+def test_event_loops_that_have_ended_are_let_go(open_engine: Any) -> None:
+    engine = open_engine()
+
+    async def once() -> int:
+        return len([delta async for delta in engine.generate(PROMPT, GenerationConfig(max_new_tokens=2))])
+
+    for _ in range(3):
+        assert asyncio.run(once())
+    wait_for(lambda: gc.collect() >= 0 and not len(engine._bells))
 
 
 def test_abort_ends_the_stream_with_a_reason(open_engine: Any) -> None:
