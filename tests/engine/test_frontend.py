@@ -274,6 +274,17 @@ def test_leaving_the_iteration_frees_the_blocks(open_engine: Any) -> None:
     assert engine.stats()["kv_usage"] == 0 and engine.stats()["requests"] == 0
 
 
+def test_new_weights_wait_for_no_reader(open_engine: Any) -> None:
+    """Who has not read an answer to its end, as a slow client, or the very thread that brings weights."""
+    engine = open_engine(delay=0.02)
+    deltas = engine.generate_sync(PROMPT, GenerationConfig(max_new_tokens=5, ignore_eos=True))
+    first = next(deltas)
+    assert engine.weights._busy()
+    wait_for(lambda: not engine.weights._busy())
+    assert engine.stats()["requests"] == 1
+    assert first.generate_token_len + sum(len(delta.token_ids) for delta in deltas) == 5
+
+
 def test_event_loops_that_have_ended_are_let_go(open_engine: Any) -> None:
     engine = open_engine()
 

@@ -66,7 +66,7 @@ class AsyncEngine:
         self.model_name = model_name
         self.adapters = AdapterNames(self._call, adapters, model_name)
         self._streams = Streams()
-        self.weights = Weights(self._call, lambda: len(self._streams) > 0 and self.healthy, empty)
+        self.weights = Weights(self._call, lambda: self._streams.busy and self.healthy, empty)
         self._names = itertools.count()
         self._hostility = Hostility()
         self._bells: WeakKeyDictionary[asyncio.AbstractEventLoop, Bell] = WeakKeyDictionary()
