@@ -323,8 +323,16 @@ class GrammarState:
             return self._end[::-1]
         if self.failure is not None or self._spelled is None:
             return []
-        text = self._call(self._matcher.find_jump_forward_string)
+        text = self._call(self._forced_text)
         return self._spelled(text) if text else []
+
+    def _forced_text(self) -> str:
+        """As far as it is whole: xgrammar looks at bytes, and what it gives may end within a character, as before "ö"
+        or "ü", or begin in one, behind a token that is a part of it. It cannot be read as a text then."""
+        try:
+            return str(self._matcher.find_jump_forward_string())
+        except UnicodeDecodeError as e:
+            return e.object[: e.start].decode()
 
     def _look_for_end(self, json: JsonTokens, left: int) -> None:
         """Before max_tokens cuts a JSON text, bring it to its end: close what is open, make short what has to come."""
