@@ -275,7 +275,7 @@ def test_leaving_the_iteration_frees_the_blocks(open_engine: Any) -> None:
 
 
 def test_new_weights_wait_for_no_reader(open_engine: Any) -> None:
-    """Who has not read an answer to its end, as a slow client, or the very thread that brings weights."""
+    """Who has not read an answer to its end may be the very thread that brings weights."""
     engine = open_engine(delay=0.02)
     deltas = engine.generate_sync(PROMPT, GenerationConfig(max_new_tokens=5, ignore_eos=True))
     first = next(deltas)
