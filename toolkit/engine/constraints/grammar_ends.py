@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit.engine.constraints.grammar_cost import LOOKED_AT, lexemes_of, objects_in, schema_of, times_of
 
-FAR = 1 << 14  # characters of the shortest way to an end
+FAR = 1 << 11  # characters of the shortest way to an end; as often as a text is within itself
 _ROUNDS = 16  # of what refers to one another, each a step further or more
 _ANY = 4.0  # characters of a value of any kind
 _AROUND = 6  # those of a property besides its name and its value
