@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from toolkit.artifacts.adapters.adapter import read_changes
 from toolkit.artifacts.manifest import content_digest
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.configs.generation import GenerationConfig
+from toolkit.engine.process.adapter_names import AdapterNames
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.native import library
@@ -211,6 +214,29 @@ def test_files_that_change_while_the_engine_sleeps_are_another_adapter(
             assert told("own") == (expected[0], cached)
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_one_that_has_gone_is_not_read_by_an_engine_that_starts_again(
+    kept: bool, tiny_models: Any, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its files may be gone; the numbers of the others stay."""
+    own = shutil.copytree(adapters["a"], tmp_path / "a")
+    config = TurbomindEngineConfig(
+        session_len=128, dtype="float32", cache_max_entry_count=64, adapters={"own": str(own), "b": str(adapters["b"])},
+        kv_cache_dir=str(tmp_path / "kv") if kept else None,
+    )  # fmt: skip
+    with AsyncEngine.open(tiny_models("llama"), backend_config=config, process=True) as engine:
+        b = answer(engine, 0, "b")
+        engine.adapters.unload("own")
+        shutil.rmtree(own)
+        loop: Any = engine._loop
+        os.kill(first := loop.pid, signal.SIGKILL)
+        end = time.monotonic() + 60
+        while loop.pid == first or not engine.healthy:
+            assert time.monotonic() < end, "the engine does not come back"
+            time.sleep(0.02)
+        assert engine.adapters.names == ("b",) and answer(engine, 0, "b") == b
+
+
 def test_a_watched_folder(engine: AsyncEngine, adapters: dict[str, Path], tmp_path: Path) -> None:
     state = State(engine)
     watch = Watch(cast(ServerState, state), tmp_path)
@@ -232,6 +258,44 @@ def test_a_watched_folder(engine: AsyncEngine, adapters: dict[str, Path], tmp_pa
     shutil.rmtree(tmp_path / "tales")
     watch.look()
     assert engine.adapters.names == ()
+
+
+def test_one_that_cannot_go_while_the_engine_is_down_is_still_there() -> None:
+    """Else its name could neither be used, nor unloaded, nor loaded again."""
+    down = ["the engine failed"]
+
+    def call(*asked: Any) -> None:
+        if down:
+            raise ToolkitError(down[0])
+
+    names = AdapterNames(call, ["a"], "model")
+    with pytest.raises(ToolkitError, match="the engine failed"):
+        names.unload("a")
+    assert names.names == ("a",) and names.number("a") == 0
+    down.clear()
+    names.unload("a")
+    assert names.names == ()
+
+
+def test_a_watched_folder_is_looked_at_again_when_the_engine_is_back(tmp_path: Path) -> None:
+    def change(*asked: Any) -> None:
+        assert engine.healthy
+
+    engine = SimpleNamespace(healthy=False, adapters=SimpleNamespace(load=change, unload=change))
+    state = State(cast(AsyncEngine, engine))
+    watch = Watch(cast(ServerState, state), tmp_path)
+    (tmp_path / "tales").mkdir()
+    (tmp_path / "tales" / "adapter_config.json").write_text("{}")
+    for there in ((), ("tales",)):
+        watch.look()
+        assert state.adapters == there
+        engine.healthy = True
+    shutil.rmtree(tmp_path / "tales")
+    engine.healthy = False
+    for there in (("tales",), ()):
+        watch.look()
+        assert state.adapters == there
+        engine.healthy = True
 
 
 def test_a_server_has_the_folder_s_adapters_when_it_is_ready(

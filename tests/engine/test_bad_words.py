@@ -53,7 +53,7 @@ def test_a_tokenizer_is_opened_once_and_not_before_it_is_needed() -> None:
 
     def open_tokenizer() -> Any:
         opened.append(1)
-        return SimpleNamespace(token_bytes=VOCABULARY)
+        return SimpleNamespace(token_bytes=VOCABULARY, special_ids=frozenset(), eos_ids=())
 
     constraints = Constraints(open_tokenizer, len(VOCABULARY))
     assert constraints.find(SamplingParams(1)) is not None and not opened

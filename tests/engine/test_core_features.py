@@ -389,6 +389,14 @@ def test_bad_words_never_appear_across_token_borders(fake: Any) -> None:
         assert len(held) >= 60 and not any(w.encode() in held for w in words)
 
 
+@pytest.mark.parametrize(("word", "reason"), [("e", "stop"), ("eos", "stop"), ("<eos>", "length")])
+def test_a_bad_word_rules_a_special_token_out_by_its_whole_name_alone(fake: Any, word: str, reason: str) -> None:
+    """It is no text; without the one that ends the answer this would go on to its limit."""
+    core = fake.make_core(tokenizer=LetterTokenizer())
+    params: dict[str, Any] = {"logit_bias": {VOCAB - 1: 100.0}, "stop_token_ids": [VOCAB - 1]}
+    assert fake.ask(core, PROMPT, 5, bad_words=[word], **params)[-1].finish_reason == reason
+
+
 @pytest.mark.parametrize(
     ("response_format", "pattern"),
     [
@@ -615,14 +623,19 @@ def test_a_grammar_that_reads_a_text_in_too_many_ways_ends_its_request_alone(
 # -- rope -------------------------------------------------------------------------------------------
 
 
-def test_long_requests_use_the_long_frequencies_and_never_share_with_short_ones(fake: Any) -> None:
+def two_sets(fake: Any, session_len: int) -> EngineCore:
+    """Of a model that turns requests of more than 24 tokens by other frequencies."""
     runner = fake.FakeRunner((None,), VOCAB, 4)
     linear = LinearSpec("x", 4, 4)
     rope = RopeSpec(4, 1e4, kind="longrope", original_max_position=24)
     attention = AttentionSpec(linear, linear, linear, linear, 1, 1, 4, 1.0, rope)
     runner.spec = replace(runner.spec, layers=(LayerSpec((Sublayer(attention, None),)),))
     runner.allocate_cache((100,))
-    core = EngineCore(runner, EngineOptions(100, 4, 64, (100,)), None)
+    return EngineCore(runner, EngineOptions(session_len, 4, 64, (100,)), None)
+
+
+def test_long_requests_use_the_long_frequencies_and_never_share_with_short_ones(fake: Any) -> None:
+    core = two_sets(fake, 100)
     short = fake.ask(core, PROMPT, 24 - len(PROMPT))
     long = fake.ask(core, PROMPT, 25 - len(PROMPT))
     assert long[-1].cached_tokens == 0 and fake.ask(core, PROMPT, 30)[-1].cached_tokens == 10
@@ -632,3 +645,22 @@ def test_long_requests_use_the_long_frequencies_and_never_share_with_short_ones(
         assert token == int(np.argmax(fake.make_logits(state, VOCAB)[0]))
         ids.append(token)
     assert fake.tokens_of(short) != fake.tokens_of(long)[:-1]
+
+
+def test_a_request_is_as_long_as_the_session_lets_it_be(fake: Any) -> None:
+    """However many tokens it asks for: the frequencies are those of what can come."""
+    core = two_sets(fake, 24)
+    short, asks_for_more = (fake.ask(core, PROMPT, n) for n in (13, 500))
+    assert asks_for_more[-1].cached_tokens == 10
+    assert fake.tokens_of(asks_for_more) == fake.tokens_of(short) and len(fake.tokens_of(short)) == 13
+
+
+@pytest.mark.parametrize("length", [24, 25])
+def test_a_prompt_that_is_read_alone_is_as_long_as_it_is(fake: Any, length: int) -> None:
+    ids = [i % 60 for i in range(length)]
+    found = fake.ask(two_sets(fake, 100), ids, 1, only="score")[-1].prompt_logprobs
+    states = fake.reference_states(ids, (None,), int(length > 24))
+    wanted = host_sampler.log_softmax(fake.make_logits(states, VOCAB))
+    assert [p[t] for p, t in zip(found[1:], ids[1:], strict=True)] == pytest.approx(
+        [float(wanted[i, t]) for i, t in enumerate(ids[1:])], rel=1e-4
+    )

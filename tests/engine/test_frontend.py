@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -239,6 +240,11 @@ def test_min_new_tokens_keeps_stop_words_from_stopping(open_engine: Any) -> None
     assert r.generate_token_len >= 20 and r.text == free[: len(r.text)]
 
 
+def test_min_new_tokens_counts_beside_a_response_format_of_any_text(open_engine: Any) -> None:
+    ends: dict[str, Any] = {"max_new_tokens": 40, "logit_bias": {EOS: 50.0}, "response_format": {"type": "text"}}
+    assert whole(open_engine(), PROMPT, **ends, min_new_tokens=20).generate_token_len == 21
+
+
 def test_a_slow_consumer_gets_longer_deltas_and_the_same_answer(open_engine: Any) -> None:
     engine = open_engine()
     base: dict[str, Any] = {"max_new_tokens": 100, "ignore_eos": True}
@@ -266,6 +272,28 @@ def test_leaving_the_iteration_frees_the_blocks(open_engine: Any) -> None:
     asyncio.run(leave())
     wait_for(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0)
     assert engine.stats()["kv_usage"] == 0 and engine.stats()["requests"] == 0
+
+
+def test_new_weights_wait_for_no_reader(open_engine: Any) -> None:
+    """Who has not read an answer to its end may be the very thread that brings weights."""
+    engine = open_engine(delay=0.02)
+    deltas = engine.generate_sync(PROMPT, GenerationConfig(max_new_tokens=5, ignore_eos=True))
+    first = next(deltas)
+    assert engine.weights._busy()
+    wait_for(lambda: not engine.weights._busy())
+    assert engine.stats()["requests"] == 1
+    assert first.generate_token_len + sum(len(delta.token_ids) for delta in deltas) == 5
+
+
+def test_event_loops_that_have_ended_are_let_go(open_engine: Any) -> None:
+    engine = open_engine()
+
+    async def once() -> int:
+        return len([delta async for delta in engine.generate(PROMPT, GenerationConfig(max_new_tokens=2))])
+
+    for _ in range(3):
+        assert asyncio.run(once())
+    wait_for(lambda: gc.collect() >= 0 and not len(engine._bells))
 
 
 def test_abort_ends_the_stream_with_a_reason(open_engine: Any) -> None:

@@ -65,6 +65,30 @@ def follow(grammars: Grammars, response_format: dict[str, Any], text: bytes) -> 
     return bool(mask[0, EOS >> 5] >> (EOS & 31) & 1)
 
 
+def test_what_is_forced_ends_before_half_a_character(grammars: Grammars) -> None:
+    """A guess does; an answer that comes to such a place goes on as any."""
+    state = grammars.state(grammars.compiled({"type": "choice", "choice": ["größe", "grün"]}), [])
+    state._spelled = lambda text: list(text.encode())
+    assert state.forced() == list(b"gr")
+    for byte in b"gr\xc3":
+        assert state.accept(byte) is False
+    assert state.forced() == [] and state.failure is None
+    assert state.accept(0xB6) is False
+    assert state.forced() == list("ße".encode()) and state.failure is None
+
+
+def test_it_is_not_asked_what_is_forced_where_that_has_no_end(grammars: Grammars) -> None:
+    """The engine would look for it for ever, and take all memory."""
+    node = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
+    for endless in (
+        {"type": "grammar", "grammar": 'root ::= "a" root'},
+        {"type": "json_schema", "json_schema": {"schema": node}},
+    ):
+        with contextlib.suppress(UsageError):  # xgrammar may refuse it by itself one day
+            state = grammars.state(grammars.compiled(endless), [])
+            assert state.forced() == [] and state.failure is None
+
+
 def test_what_is_too_large_is_refused_before_it_is_compiled(corpus: Any) -> None:
     for response_format, words in corpus("grammars").too_large():
         with pytest.raises(UsageError, match=words) as error:

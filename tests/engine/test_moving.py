@@ -103,6 +103,18 @@ def test_another_engine_goes_on(fake: Any, pair: Any, windows: tuple[Any, ...], 
     assert second.stats()["moved_tokens"] == 36 + 40 + 40 + 40 + 4 + 96 and first.stats()["lent_bytes"]
 
 
+def test_a_long_answer_finds_the_prompt_of_a_model_with_two_sets_of_frequencies(fake: Any, pair: Any) -> None:
+    """The prompt alone would be turned by the short ones."""
+    first, second = pair()
+    for core in (first, second):
+        core.intake._long_from = 50
+    tokens = prompt(41)
+    drawn = ask(fake, first, tokens, 1, lend=True, room=20)
+    before = second.runner.tokens_computed
+    assert ask(fake, second, tokens, 20, source=first.moving.id)[:1] == drawn
+    assert second.runner.tokens_computed - before == 41 - 40 + 20 - 1
+
+
 @settings(max_examples=25)
 @given(
     windows=st.sampled_from(WINDOWS),

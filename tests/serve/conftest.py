@@ -125,6 +125,7 @@ class FakeEngine:
     whose: list[Any] = field(default_factory=list)  # likewise
     sessions: list[str | None] = field(default_factory=list)  # likewise
     predicted: list[list[int]] = field(default_factory=list)  # likewise
+    rooms: list[int] = field(default_factory=list)  # likewise
     ended_sessions: list[str] = field(default_factory=list)
     blind: bool = False
     plan: Any = field(
@@ -160,6 +161,7 @@ class FakeEngine:
         whose: Any = None,
         prediction: Sequence[int] = (),
         second: int = 0,
+        room: int = 0,
     ) -> AsyncIterator[Response]:
         assert request_id is not None and request_id not in self.running
         self.adapters.append(adapter)
@@ -167,6 +169,7 @@ class FakeEngine:
         self.priorities.append(priority)
         self.whose.append(whose)
         self.sessions.append(session)
+        self.rooms.append(room)
         self.seen.append((token_ids, gen_config))
         self.running[request_id] = False
         self.most_running = max(self.most_running, len(self.running))

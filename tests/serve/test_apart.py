@@ -220,6 +220,16 @@ def test_the_parts_by_hand(engines: Any, server_on: Any) -> None:
         assert reply.status_code == 415
 
 
+def test_a_prompt_is_computed_for_as_long_an_answer_as_another_may_write(start: Any) -> None:
+    """Of models that turn long requests by other frequencies its blocks are found by that."""
+    server = start()
+    for lend, length in ((True, {"max_tokens": 9}), (True, {}), (False, {"max_tokens": 9})):
+        headers = {"x-toolkit-kv": json.dumps({"lend": lend})}
+        body = {"prompt": PROMPT, **length}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == 200
+    assert server.engine.rooms == [9, server.engine.session_len, 0]
+
+
 def test_a_header_that_is_none_changes_nothing(engines: Any, server_on: Any) -> None:
     alone = engines()
     with server_on(alone) as c:

@@ -23,7 +23,7 @@ class Adapters:
         self._runner = runner
         self._digests = dict(enumerate(digests))
         first = runner.options.adapters if digests else ()
-        self._paths = {number: Path(path) for number, (_, path) in enumerate(first)}
+        self._paths = {number: Path(path) for number, (_, path) in enumerate(first) if path}
         self._leaving: set[int] = set()
         self._digester = ThreadPoolExecutor(1, "adapter-digests")
         self._coming: dict[int, Future[str]] = {}  # digests of those that ``load`` is to take in

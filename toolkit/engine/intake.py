@@ -99,16 +99,18 @@ class Intake:
 
     def _sequence(self, request: EngineRequest, processors: Seq[LogitsProcessor], built: Built) -> Sequence:
         spec, options = self._runner.spec, self._options
-        longest = len(request.token_ids) + request.params.max_new_tokens
+        prompt = len(request.token_ids)
+        new = max(request.params.max_new_tokens, request.room)  # keys are turned as whoever goes on has them
+        longest = prompt if request.only else min(prompt + new, self._max_len)
         rope_set = int(self._long_from is not None and longest > self._long_from)
-        turned = rope_set if self._own_rope is None else turned_by(self._own_rope, len(request.token_ids))
+        turned = rope_set if self._own_rope is None else turned_by(self._own_rope, prompt)
         pairs = spec.encoder is not None and spec.encoder.type_rows > 1
         shares = not spec.mutual and (options.prefix_caching or request.session is not None)
         owner = "" if options.prefix_caching else f"session {request.session}"
         vision, spans = spec.vision, []
         if vision is not None and request.pictures:
             spans = find_spans(request.token_ids, request.pictures, vision.image_token)
-        axes, shift = positions_of(vision, len(request.token_ids), spans)
+        axes, shift = positions_of(vision, prompt, spans)
         seq = Sequence(
             request,
             order=self._arrivals,

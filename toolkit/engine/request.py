@@ -58,7 +58,8 @@ class EngineRequest:
     order in which their places stand in the prompt. ``progress``: tell how far the prompt has come after each step.
     ``whose``: among whom the engine is shared out. ``prediction``: tokens that much of the answer may be, which are
     guessed first. ``lend``: other engines are to find its prompt's blocks, of which the last output tells
-    (``block_ids``); ``source``: the id of the engine that has computed them, "" = none has."""
+    (``block_ids``); ``room``: tokens that one of those may write behind it; ``source``: the id of the engine that has
+    computed them, "" = none has."""
 
     id: str
     token_ids: list[int]
@@ -73,6 +74,7 @@ class EngineRequest:
     prediction: list[int] = field(default_factory=list)
     second: int = 0
     lend: bool = False
+    room: int = 0
     source: str = ""
 
 

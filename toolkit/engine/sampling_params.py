@@ -21,12 +21,13 @@ def resolve(config: GenerationConfig, tokenizer: Tokenizer, prompt_len: int, ses
     """Raises UsageError that names the field for a value out of range.
 
     ``max_new_tokens`` None becomes what the session has left. A stop word that is a special token stops by its id,
-    since special tokens do not appear in the text.
+    since special tokens do not appear in the text. A response format that allows any text is none.
     """
     config.validate()
-    if config.response_format is not None:
-        check_format(config.response_format)
-        check_cost(config.response_format)
+    form = config.response_format
+    if form is not None:
+        check_format(form)
+        check_cost(form)
     left = max(1, session_len - prompt_len)
     return SamplingParams(
         max_new_tokens=left if config.max_new_tokens is None else config.max_new_tokens,
@@ -40,7 +41,7 @@ def resolve(config: GenerationConfig, tokenizer: Tokenizer, prompt_len: int, ses
         ngram_limit=config.repetition_ngram_threshold,
         logprobs=-1 if config.logprobs is None else config.logprobs,
         prompt_logprobs=-1 if config.prompt_logprobs is None else config.prompt_logprobs,
-        grammar=config.response_format,
+        grammar=None if form is None or form["type"] == "text" else form,
         logits=config.output_logits,
         hidden=config.output_last_hidden_state,
         routes=config.return_routed_experts,

@@ -32,7 +32,8 @@ class RunnerOptions:
     quant_policy: int = 0
     block_size: int = 64
     threads: int = 0  # 0 = all the machine allows
-    adapters: tuple[tuple[str, str], ...] = ()  # (name, directory) of LoRA adapters; StepBatch.adapter counts them
+    # (name, directory) of LoRA adapters, "" of one that has gone; StepBatch.adapter counts them
+    adapters: tuple[tuple[str, str], ...] = ()
     adapter_memory: int = 0  # bytes of adapters that are held at a time where the runner pages them, 0 = all
     eager: bool = False  # on a GPU capture no graphs
     batch_invariant: bool = False  # ask for it where it costs speed, see ``Runner``

@@ -110,7 +110,7 @@ def unload(state: ServerState, name: str) -> None:
 
 class Watch:
     """Keeps the adapters of a folder loaded under the names of their folders: those that come, until they go. One that
-    cannot be is told of once, and tried again when it changes."""
+    cannot be is told of once, and tried again when it changes. While the engine is down nothing is tried."""
 
     def __init__(self, state: ServerState, folder: Path) -> None:
         self._state, self._folder = state, folder
@@ -119,16 +119,19 @@ class Watch:
 
     def look(self) -> None:
         """Load what is new, unload what is gone. A name that a client has unloaded stays so while its folder stays."""
+        if not self._state.engine.healthy:  # no adapter is to blame for that
+            return
         found = {path.parent.name: path.parent for path in sorted(self._folder.glob(f"[!.]*/{CONFIG}"))}
         for name in self._bad.keys() - found.keys():  # what comes back under the name is tried anew
             del self._bad[name]
         for name in self._known - found.keys():
-            self._known.discard(name)
             if name in self._state.adapters:
                 try:
                     unload(self._state, name)
-                except ToolkitError as e:
+                except ToolkitError as e:  # the engine has gone down: at the next look
                     log.warning("adapter %s: %s", name, e)
+                    continue
+            self._known.discard(name)
         for name, path in found.items():
             if name in self._known or name in self._state.model_names:
                 continue

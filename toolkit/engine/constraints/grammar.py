@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from toolkit.base.threads import usable_cores
 from toolkit.box.box import STAND_BACK, Box, Crowded, LimitError, Limits, OutOfTime, Ticket
 from toolkit.engine.constraints.grammar_cost import SMALLER, Hostility, check_cost, given_seconds
+from toolkit.engine.constraints.grammar_ends import end_is_near
 from toolkit.engine.constraints.grammar_format import check_format, fitted_format
 from toolkit.engine.constraints.grammar_job import Compilers
 from toolkit.engine.constraints.grammar_pace import Pace
@@ -43,16 +44,19 @@ _JSON = ("json_object", "json_schema", "structural_tag")  # formats whose texts 
 SPARE = 32  # tokens, or an eighth of what a text may have: so much longer a token may make the way to its end
 DEAD_END = "response_format: has come to a place from which no text goes on: part of it can never be fulfilled"
 _REMEMBERED = 1024  # grammars that were refused: they are not tried again
-_SPELLED = 1024  # texts that grammars force, kept as tokens
+_SPELLED = 1024  # texts that grammars force, kept as tokens,
+_FORCED = 512  # of so many characters: no guess is longer
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """``grammar``: xgrammar's. ``json``: whether its texts are JSON, or have it in them. ``size``: bytes."""
+    """``grammar``: xgrammar's. ``json``: whether its texts are JSON, or have it in them. ``size``: bytes. ``near``:
+    whether the end of a text is never far, so that it may be asked what is forced."""
 
     grammar: Any
     json: bool
     size: int
+    near: bool = False
 
 
 class Grammars:
@@ -114,7 +118,8 @@ class Grammars:
         """A matcher at the start of a grammar; it allows the stop ids (else eos) where the grammar may end."""
         stops = stop_token_ids or self._eos
         matcher = CORE.GrammarMatcher(compiled.grammar, stops or None, not stops, -1, None)
-        return GrammarState(matcher, frozenset(stops), self._json if compiled.json else None, self._spelled)
+        spelled = self._spelled if compiled.near else None
+        return GrammarState(matcher, frozenset(stops), self._json if compiled.json else None, spelled)
 
     def _get(self, key: bytes, response_format: dict[str, Any], ticket: Ticket) -> Compiled:
         with self._changed:
@@ -150,7 +155,8 @@ class Grammars:
                 if len(self._refused) > _REMEMBERED:
                     self._refused.popitem(last=False)
             raise UsageError(text) from e
-        compiled = Compiled(found, kind in _JSON, max(size, found.memory_size_bytes()))
+        near = end_is_near(response_format)
+        compiled = Compiled(found, kind in _JSON, max(size, found.memory_size_bytes()), near)
         with self._changed:
             self._compiled[key] = compiled
             while len(self._compiled) > 1 and (
@@ -233,7 +239,7 @@ class GrammarState:
     """How far one request's output has got in its grammar. ``stops``: tokens that may end it, no part of it.
 
     ``failure``: why the grammar can be followed no further; from then on no token is allowed. ``json``: None where the
-    text is no JSON.
+    text is no JSON. ``spelled``: a text as tokens; None where it is not asked what is forced.
     """
 
     def __init__(
@@ -323,8 +329,16 @@ class GrammarState:
             return self._end[::-1]
         if self.failure is not None or self._spelled is None:
             return []
-        text = self._call(self._matcher.find_jump_forward_string)
-        return self._spelled(text) if text else []
+        text = self._call(self._forced_text)
+        return self._spelled(text[:_FORCED]) if text else []
+
+    def _forced_text(self) -> str:
+        """As far as it is whole: xgrammar looks at bytes, and what it gives may end within a character, as before "ö"
+        or "ü", or begin in one, behind a token that is a part of it. It cannot be read as a text then."""
+        try:
+            return str(self._matcher.find_jump_forward_string())
+        except UnicodeDecodeError as e:
+            return e.object[: e.start].decode()
 
     def _look_for_end(self, json: JsonTokens, left: int) -> None:
         """Before max_tokens cuts a JSON text, bring it to its end: close what is open, make short what has to come."""

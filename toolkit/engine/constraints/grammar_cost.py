@@ -108,10 +108,8 @@ def least_seconds(response_format: dict[str, Any]) -> float:
     """Seconds that compiling a checked ``response_format`` takes at least; 0.0 where nothing dear is in it."""
     kind = response_format["type"]
     value: Any = response_format.get(kind)
-    if kind == "regex_schema":
-        return _of_patterns([_regex(value)])
-    if kind == "grammar":
-        return _of_patterns([_ebnf(value)])
+    if kind in ("regex_schema", "grammar"):
+        return _of_patterns([lexemes_of(kind, value)])
     if kind == "json_schema":
         return _of_schema(schema_of(response_format), len(long_texts(response_format)))
     return 0.0
@@ -123,7 +121,8 @@ def schema_of(response_format: dict[str, Any]) -> Any:
     return value.get("schema", value)
 
 
-def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+def objects_in(schema: Any) -> Iterator[dict[str, Any]]:
+    """All of them, those in others too."""
     stack = [schema]
     while stack:
         item = stack.pop()
@@ -136,7 +135,7 @@ def _objects(schema: Any) -> Iterator[dict[str, Any]]:
 
 def long_texts(response_format: dict[str, Any]) -> set[tuple[int, ...]]:
     """Least and most letters (0: not said) of a schema's texts that may have, or have to have, more than COUNTED."""
-    found = ([o.get(name) for name in LENGTH_NAMES] for o in _objects(schema_of(response_format)))
+    found = ([o.get(name) for name in LENGTH_NAMES] for o in objects_in(schema_of(response_format)))
     pairs = (tuple(n if type(n) is int else 0 for n in pair) for pair in found)
     return {pair for pair in pairs if max(pair) > COUNTED}
 
@@ -144,7 +143,7 @@ def long_texts(response_format: dict[str, Any]) -> set[tuple[int, ...]]:
 def _of_schema(schema: Any, lengths: int) -> float:
     patterns: list[Iterator[tuple[str, str]]] = []
     optional = 0
-    for item in _objects(schema):
+    for item in objects_in(schema):
         properties, required = item.get("properties"), item.get("required")
         if isinstance(properties, dict):
             needed = {n for n in required if isinstance(n, str)} if isinstance(required, list) else set()
@@ -164,7 +163,7 @@ def _of_patterns(patterns: list[Iterator[tuple[str, str]]], most_counted: int = 
         part, letters = False, ""  # whether the lexeme before ended a part, and the class that it was
         for kind, text in (lexeme for lexeme, _ in zip(lexemes, looked_at, strict=False)):
             if kind == "times":
-                least, most = _times(text)
+                least, most = times_of(text)
                 if letters and most is not None and most <= most_counted:
                     dearest[letters] = max(dearest.get(letters, 0.0), _counted(_width(letters), least, most))
                 if part and least == 0:
@@ -193,12 +192,17 @@ def _width(letters: str) -> str:
     return "letters" if letters == r"\w" or re.search(r"[A-Za-z]-[A-Za-z]|\\w", letters) else "narrow"
 
 
-def _times(text: str) -> tuple[int, int | None]:
+def times_of(text: str) -> tuple[int, int | None]:
     """How often a part may stand: at least, and at most."""
     if text in "*+?":
         return int(text == "+"), 1 if text == "?" else None
     least, comma, most = text[1:-1].partition(",")
     return int(least[:_DIGITS]), int(most[:_DIGITS]) if most else None if comma else int(least[:_DIGITS])
+
+
+def lexemes_of(kind: str, text: str) -> Iterator[tuple[str, str]]:
+    """Kind and text of each lexeme of a "grammar", or of another kind's regex."""
+    return _ebnf(text) if kind == "grammar" else _regex(text)
 
 
 def _regex(pattern: str) -> Iterator[tuple[str, str]]:

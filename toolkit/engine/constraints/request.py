@@ -154,7 +154,7 @@ class Constraints:
             if self._bad_words is None:
                 from toolkit.engine.constraints.bad_words import BadWords
 
-                self._bad_words = BadWords(self._text().token_bytes[: self._vocab_size])
+                self._bad_words = BadWords(*_spoken(self._text(), self._vocab_size))
             return self._bad_words
 
     def _compiler(self) -> Grammars:
@@ -247,6 +247,16 @@ class Building:
         except Exception as e:
             self._error = e
         self._ended.set()
+
+
+def _spoken(tokenizer: Tokenizer, size: int) -> tuple[list[bytes], dict[bytes, int]]:
+    """What each token says, special ones and those that end an answer nothing; and these by their names."""
+    tokens = list(tokenizer.token_bytes[:size])
+    silent = [i for i in {*tokenizer.special_ids, *tokenizer.eos_ids} if i < len(tokens)]
+    special = {tokens[i]: i for i in silent}
+    for i in silent:
+        tokens[i] = b""
+    return tokens, special
 
 
 def _grammar(params: SamplingParams) -> dict[str, Any] | None:

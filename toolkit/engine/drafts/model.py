@@ -185,12 +185,11 @@ class DraftModel(Draft):
             ngram_size=0,
         )
         tokens = self.vocabulary.read(seq.tokens[: seq.prompt_len]).tolist()
-        longest = seq.prompt_len + params.max_new_tokens
         own = Sequence(
             EngineRequest(seq.id, tokens, params),
             order=seq.order,
             max_len=max(seq.max_len, seq.known + 1),
-            rope_set=int(self._long_from is not None and longest > self._long_from),
+            rope_set=int(self._long_from is not None and seq.end > self._long_from),
             keys_root=seq.keys_root,
         )
         if self.vocabulary.same:  # what its target's tokens are drawn by rules its own out too

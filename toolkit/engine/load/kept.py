@@ -53,8 +53,8 @@ def open_shelf(setup: Setup, runner: Runner, tell: Callable[[str], None]) -> She
 
 
 def adapter_digests(setup: Setup) -> tuple[str, ...]:
-    """What tells the blocks of each adapter from others' outside the engine."""
-    return tuple(content_digest(Path(where)) for where in (setup.config.adapters or {}).values())
+    """What tells the blocks of each adapter from others' outside the engine; "" of one that has gone."""
+    return tuple(content_digest(Path(where)) if where else "" for _, where in setup.adapters)
 
 
 def no_name(setup: Setup) -> str:

@@ -63,7 +63,7 @@ def _read_by(setup: Setup) -> tuple[RunnerOptions, dict[str, Any]]:
         dtype=config.dtype,
         block_size=config.block_size,
         threads=config.threads or 0,
-        adapters=tuple((config.adapters or {}).items()),
+        adapters=setup.adapters,
         adapter_memory=0 if config.adapter_memory is None else read_size("adapter_memory", config.adapter_memory),
         eager=config.eager_mode,
         batch_invariant=config.batch_invariant,

@@ -58,6 +58,13 @@ class Setup:
         found = (self.lock, None if self.draft is None else self.draft.lock)
         return [lock for lock in found if lock is not None]
 
+    @property
+    def adapters(self) -> tuple[tuple[str, str], ...]:
+        """Those of the start by their numbers, (name, directory); no directory of one that has gone: its files may be
+        gone too."""
+        given = enumerate((self.config.adapters or {}).items())
+        return tuple((name, "" if number in self.unloaded else path) for number, (name, path) in given)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, for another process."""
         kind = "pytorch" if isinstance(self.config, PytorchEngineConfig) else "turbomind"

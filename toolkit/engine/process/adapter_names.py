@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
 
 LOOK_SECONDS = 0.02  # between two looks whether a new adapter has been read
 
@@ -43,7 +43,7 @@ class AdapterNames:
 
     def unload(self, name: str) -> None:
         """Take no more requests for the adapter; those that run end as they would have. Raises UsageError where there
-        is none of the name."""
+        is none of the name, ToolkitError where the engine is down: it is still there when that has come back."""
         with self._lock:
             if name not in self._known:
                 there = ", ".join(self._known) or "none"
@@ -51,7 +51,7 @@ class AdapterNames:
             number = self._known.pop(name)
             try:
                 self._call("unload_adapter", number)
-            except UsageError:
+            except ToolkitError:
                 self._known[name] = number
                 raise
 

@@ -66,7 +66,7 @@ class AsyncEngine:
         self.model_name = model_name
         self.adapters = AdapterNames(self._call, adapters, model_name)
         self._streams = Streams()
-        self.weights = Weights(self._call, lambda: len(self._streams) > 0 and self.healthy, empty)
+        self.weights = Weights(self._call, lambda: self._streams.busy and self.healthy, empty)
         self._names = itertools.count()
         self._hostility = Hostility()
         self._bells: WeakKeyDictionary[asyncio.AbstractEventLoop, Bell] = WeakKeyDictionary()
@@ -337,6 +337,7 @@ class AsyncEngine:
                 list(asked.prediction),
                 second=asked.second,
                 lend=config.with_cache,
+                room=asked.room,
                 source=(config.migration_request or {}).get("remote_engine_id", ""),
             )
             if config.preserve_cache and request.session is None:

@@ -27,6 +27,13 @@ class Streams:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._streams
 
+    @property
+    def busy(self) -> bool:
+        """Whether the engine works on any; those who read them may take their time."""
+        with self._lock:
+            streams = list(self._streams.values())
+        return any(not stream.engine_done for stream in streams)
+
     def follow(self, stream: RequestStream, send: Callable[[], None]) -> None:
         """Follow a request that ``send`` hands to the engine. Raises what that raises, then it is not followed; and
         UsageError where another of its id runs. ``fail_all`` either finds the request or comes before ``send``."""

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from collections import deque
 from typing import TYPE_CHECKING
+from weakref import ref
 
 if TYPE_CHECKING:  # not for one answer in a terminal
     import asyncio
 
 
 class Bell:
-    """Sets asyncio events from any thread; events rung in one go cost one call into their loop."""
+    """Sets asyncio events from any thread; events rung in one go cost one call into their loop, which it does not hold:
+    a program may run one after another."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self._loop = ref(loop)
         self._rung: deque[asyncio.Event] = deque()
         self._scheduled = False
 
     def ring(self, event: asyncio.Event) -> None:
         """Have ``event`` set soon. Raises RuntimeError once the loop is closed."""
+        if (loop := self._loop()) is None:
+            raise RuntimeError("the event loop is gone")
         self._rung.append(event)
         if not self._scheduled:
             self._scheduled = True
             try:
-                self._loop.call_soon_threadsafe(self._set_all)
+                loop.call_soon_threadsafe(self._set_all)
             except BaseException:
                 self._scheduled = False
                 raise

@@ -44,7 +44,7 @@ class Asked:
     "last" and "mean" its ``last_hidden_state`` as one row. ``priority``: the lower, the sooner it starts.
     ``pictures``: in the order of their places in the prompt. ``progress``: deltas say how far the prompt has come
     (``prompt_progress``). ``whose``: whose request it is. ``prediction``: token ids that much of the answer may be,
-    for guesses. ``second``: see ``EngineRequest``.
+    for guesses. ``second``, ``room``: see ``EngineRequest``.
     """
 
     token_ids: list[int]
@@ -60,6 +60,7 @@ class Asked:
     whose: Whose = field(default_factory=Whose)
     prediction: Sequence[int] = ()
     second: int = 0
+    room: int = 0
 
 
 class RequestStream:

@@ -103,7 +103,7 @@ class NativeRunner:
         self._encoder: NativeEncoder | TorchEncoder | None = None
         self._changes, self._lender = changes, lender
         self._scales: AllScales | None = None  # of the weights that are loaded
-        self._adapter_paths = {i: Path(path) for i, (_, path) in enumerate(options.adapters)}
+        self._adapter_paths = {i: Path(path) for i, (_, path) in enumerate(options.adapters) if path}
         self._coming_adapters: dict[int, Path] = {}  # read ahead of ``add_adapter``
         self._adapter_digests: dict[int, bytes] = {}  # as they were first read: the cache is of those
         self._shelf = Shelf(self._read_adapter, self._put_adapter, self._drop_adapter, options.adapter_memory)

@@ -159,6 +159,7 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
         whose=Whose(user.id, request_of(engine_id), user.rules.weight, share if user.name else 1.0, user.owner),
         prediction=choice.prediction,
         second=choice.second,
+        room=_room(choice, state.engine.session_len),
     )
     try:
         async for response in stream:
@@ -194,6 +195,11 @@ def _config(choice: Choice) -> GenerationConfig:
     if told.lend:
         return LENT
     return replace(choice.config, migration_request={"remote_engine_id": told.source}) if told.source else choice.config
+
+
+def _room(choice: Choice, session_len: int) -> int:
+    """Tokens that another server may write behind a prompt that this one computes for it; else 0."""
+    return (choice.config.max_new_tokens or session_len) if handed().lend else 0
 
 
 def _bytes(response: Response) -> int:
