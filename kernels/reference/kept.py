@@ -14,7 +14,8 @@ def kept_mass(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
     ordered, ids = scaled.softmax(-1).double().sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[1], device=logits.device)
     keep = (top_k[:, None] == 0) | (rank < top_k[:, None])
-    keep &= (ordered.cumsum(-1) - ordered < top_p.double()[:, None]) | (top_p >= 1)[:, None]
+    mass = (ordered * keep).cumsum(-1)
+    keep &= (mass - ordered < top_p.double()[:, None] * mass[:, -1:]) | (top_p >= 1)[:, None]
     keep &= ordered >= min_p.double()[:, None] * ordered[:, :1]
     keep[:, 0] = True
     return torch.zeros_like(ordered).scatter_(1, ids, ordered * keep).cumsum(-1)

@@ -106,9 +106,9 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     """Draw one token a row. ``logits``: float32 [N, V], not changed; the rest: [N].
 
     Temperature 0 takes the argmax, the lowest id on a tie. Else softmax of logits / temperature; kept are the
-    ``top_k`` (0 = all) most probable, of those the smallest set whose mass reaches ``top_p``, of those the ones with
-    at least ``min_p`` times the top probability (ties at a border: lowest id first). ``u`` in [0, 1) picks by walking
-    the kept ids in ascending order over their renormalised mass, summed in float64. Returns int64 [N].
+    ``top_k`` (0 = all) most probable, of those the smallest set that has ``top_p`` of their mass, of those the ones
+    with at least ``min_p`` times the top probability (ties at a border: lowest id first). ``u`` in [0, 1) picks by
+    walking the kept ids in ascending order over their renormalised mass, summed in float64. Returns int64 [N].
     """
     mass = kept_mass(logits, temperature, top_k, top_p, min_p)
     drawn = (mass <= u.double()[:, None] * mass[:, -1:]).sum(-1).clamp(max=logits.shape[1] - 1)

@@ -46,7 +46,8 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
         order = _lowest_id_first(values, ids)
         p, ids = p.gather(1, order), ids.gather(1, order)
         keep = torch.arange(best + 1) < k[:, None]
-        keep &= (p.cumsum(-1) - p < top_p[rows].double()[:, None]) | (top_p[rows] >= 1)[:, None]
+        mass = (p * keep).cumsum(-1)
+        keep &= (mass - p < top_p[rows].double()[:, None] * mass[:, -1:]) | (top_p[rows] >= 1)[:, None]
         keep &= p >= min_p[rows].double()[:, None] * p[:, :1]
         keep[:, 0] = True
         ids, ascending = ids.sort(-1)

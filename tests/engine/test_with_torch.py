@@ -139,6 +139,21 @@ def test_the_host_draws_what_the_reference_kernel_draws() -> None:
     assert found == expected.tolist()
 
 
+@pytest.mark.parametrize("k, p", [(5, 1.0), (0, 0.7), (5, 0.7), (40, 0.9), (40, 0.3)])
+def test_what_filters_keep_is_what_transformers_keeps(k: int, p: float) -> None:
+    """Also top_p beside top_k: a share of what that leaves."""
+    import torch
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    from toolkit.kernels.reference.kept import kept_mass
+
+    logits = torch.randn(64, 150, generator=torch.Generator().manual_seed(k))
+    expected = TopPLogitsWarper(p)(None, TopKLogitsWarper(k)(None, logits) if k else logits) > -torch.inf
+    one = torch.ones(64)
+    mass = kept_mass(logits, one, torch.full((64,), k), one * p, one * 0)
+    assert torch.equal(mass.diff(prepend=torch.zeros(64, 1), dim=1) > 0, expected)
+
+
 @pytest.fixture(scope="module")
 def model(tiny_models: Callable[..., Path]) -> Path:
     return tiny_models("llama")

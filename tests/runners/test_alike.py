@@ -57,6 +57,7 @@ def _serve(runner, requests, **changes):
 @pytest.fixture
 def runner(tiny_models, support):
     def make(family, **changes):
+        changes |= {"mlp_only_layers": []} if family == "qwen3_moe" else {}
         graphs, path = support("graphs"), tiny_models(family, num_hidden_layers=1, **changes)
         opened, device = open_model(path), graphs.CpuDevice()
         ops = graphs.interpreted_ops("linear", alike=True)

@@ -269,7 +269,7 @@ def test_kept_blocks_are_told_by_the_gpu_that_computes_them(gpu, tiny_models):
     assert "H200" in layout and "A100" not in layout
 
 
-@pytest.mark.parametrize("form, said", [(Dense, None), (ChannelInt8, None), (Fp8, "rms_norm_quant: .* capability 8.9")])
+@pytest.mark.parametrize("form, said", [(Dense, None), (ChannelInt8, None), (Fp8, "_quant: .* capability 8.9")])
 def test_batch_invariant_asks_for_the_kernels_that_the_model_calls(form, said, gpu, tiny_models):
     """GPUs before compute capability 8.9 have none that round to float8 with rows that are alike."""
     gpu((8, 0))

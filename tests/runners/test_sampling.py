@@ -45,9 +45,9 @@ def _walk(logits: np.ndarray, s: SamplingBatch, row: int) -> tuple[int, np.ndarr
     order = sorted(range(VOCAB), key=lambda t: (-chances[t], t))
     if s.top_k[row] > 0:
         order = order[: s.top_k[row]]
-    kept, reached = [], 0.0
+    kept, reached, goal = [], 0.0, float(s.top_p[row]) * sum(chances[t] for t in order)
     for token in order:
-        if kept and reached >= float(s.top_p[row]) and s.top_p[row] < 1:
+        if kept and reached >= goal and s.top_p[row] < 1:
             break
         kept.append(token)
         reached += chances[token]

@@ -59,8 +59,8 @@ class SamplingBatch:
     3. ``grammar``: bit (id & 31) of word id >> 5 clear bans the id (xgrammar's layout);
     4. log-probabilities are taken here (log-softmax of the logits so far, before temperature);
     5. ``temperature`` 0 takes the argmax, lowest id on a tie. Else logits / temperature, softmax, then keep the
-       ``top_k`` (0 = all) most probable, of those the smallest set whose mass reaches ``top_p``, of those the ones with
-       at least ``min_p`` times the top probability (ties at a border: lowest id first); draw with
+       ``top_k`` (0 = all) most probable, of those the smallest set that has ``top_p`` of their mass, of those the ones
+       with at least ``min_p`` times the top probability (ties at a border: lowest id first); draw with
        u = uniform(seed, position) by walking the kept ids in ascending order over their renormalised mass.
     """
 

@@ -21,9 +21,11 @@ from .search import (
     BOTTOM,
     NOTHING,
     base_of,
+    best_mass,
     choose_id,
     choose_part,
     chunk_weights,
+    kept_mass,
     mass_limit,
     read_block,
     row_best,
@@ -62,7 +64,7 @@ def _read_listed(
 
 @triton.jit
 def _draw_listed(
-    floors, counts, listed, row, chunk_below, peak, t, k, limit, least, uniform, vocab, chunks,
+    floors, counts, listed, row, chunk_below, peak, t, k, p, whole, least, uniform, vocab, chunks,
     WIDTH: tl.constexpr, LISTED: tl.constexpr, FIRST: tl.constexpr, FIRST_ROOM: tl.constexpr, ROOM: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
@@ -76,9 +78,16 @@ def _draw_listed(
     count, mass = sums(steps > low, weight)
     count = count.to(tl.int32)
     threshold, ties, found = low, vocab * 0, vocab * 0 - 1
+    limit, none = mass_limit(p, whole), count * 0
     complete = (low == BOTTOM) | (weight_of(low) * 1.0001 < least)
+    if (k <= vocab) & (p < 1.0):  # p is a share of what the k best weigh
+        complete = low == BOTTOM
+        if count >= k:
+            last, some = search_listed(steps, weight, k, float("inf"), low, low * 0, count, none, mass * 0.0, vocab)
+            limit = mass_limit(p, kept_mass(steps, weight, last, some))
+        elif low > BOTTOM:
+            limit = mass * 0.0 + float("inf")  # not known
     if (count >= k) | (mass >= limit):
-        none = count * 0
         threshold, ties = search_listed(steps, weight, k, limit, low, low * 0, count, none, mass * 0.0, vocab)
         complete = k == k
     if complete:
@@ -113,6 +122,7 @@ def draw_kernel(
     counts,
     listed,
     out,
+    limits,
     pivots,
     vocab,
     stride,
@@ -127,17 +137,17 @@ def draw_kernel(
     PIVOTS: tl.constexpr,
     SAMPLES: tl.constexpr,
 ):
-    """One row; -1, and pivots for the next launches, where what is listed does not decide. WIDTH: a power of two that
-    holds the chunks; for the lists see ``chunk_kernel``.
+    """One row; -1 where what is listed does not decide, and for the next launches pivots and the mass at which top-p
+    ends (``limits`` [rows]). WIDTH: a power of two that holds the chunks; for the lists see ``chunk_kernel``.
     """
     row = tl.program_id(0).to(tl.int64)
     chunk_peak, peak = row_peak(peaks, row, chunks, WIDTH)
     top = row_best(best, row, chunk_peak, peak, vocab, chunks, WIDTH)
-    t, k, p, least = row_filters(temperature, top_k, top_p, min_p, row, vocab)
+    t, k, least = row_filters(temperature, top_k, min_p, row, vocab)
     if t == 0.0:
         tl.store(out + row, top.to(tl.int64))
         return
-    base, row_start = base_of(peak), logits + row * stride
+    base, row_start, p = base_of(peak), logits + row * stride, tl.load(top_p + row)
     mass = chunk_weights(masses, row, chunk_peak, base, t, chunks, WIDTH)
     uniform = tl.load(u + row).to(tl.float64)
     if (k > vocab) & (p >= 1.0) & (least <= 0.0):
@@ -145,13 +155,16 @@ def draw_kernel(
         i, _weight, steps = read_block(row_start, hit * CHUNK, t, base, vocab, CHUNK)
         found = choose_id(i, steps, BOTTOM, 0, 0.0, target, vocab)
     else:
-        limit = mass_limit(p, tl.sum(mass, 0))
+        whole = tl.sum(mass, 0)
         chunk_below = scaled_below(chunk_peak, base, t)
         found = _draw_listed(
-            floors, counts, listed, row, chunk_below, base, t, k, limit, least, uniform, vocab, chunks,
+            floors, counts, listed, row, chunk_below, base, t, k, p, whole, least, uniform, vocab, chunks,
             WIDTH, LISTED, FIRST, FIRST_ROOM, ROOM, PART,
         )  # fmt: skip
         if found < 0:
+            if (k <= vocab) & (p < 1.0):
+                whole = best_mass(row_start, t, base, vocab, k, CHUNK)
+            tl.store(limits + row, mass_limit(p, whole))
             leave_pivots(row_start, t, base, vocab, pivots + row * PIVOTS, SAMPLES, PIVOTS)
     tl.store(out + row, tl.where(found == vocab, top, found).to(tl.int64))
 
@@ -173,17 +186,17 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     peaks, masses, floors = (scratch(chunks) for _ in range(3))
     best, counts = (scratch(chunks, dtype=torch.int32) for _ in range(2))
     listed, out = scratch(LISTED, dtype=torch.int64), scratch(dtype=torch.int64)
-    pivots, parts = scratch(sizes["PIVOTS"]), scratch(chunks, 2, sizes["PIVOTS"])
+    limits, pivots, parts = scratch(), scratch(sizes["PIVOTS"]), scratch(chunks, 2, sizes["PIVOTS"])
     most = min(BETWEEN, max(1024, power_of_2(triton.cdiv(vocab, 8))))  # twice what lies between two pivots
     between, running = scratch(most, dtype=torch.int32), scratch(most + 1)
-    filters, found = (temperature, top_k, top_p, min_p), (peaks, best, masses, floors, counts, listed)
+    found, left = (peaks, best, masses, floors, counts, listed), (temperature, top_k, min_p, limits)
     launch(
-        chunk_kernel, (rows, chunks), logits, *filters, *found, vocab, stride, chunks,
+        chunk_kernel, (rows, chunks), logits, temperature, top_k, top_p, min_p, *found, vocab, stride, chunks,
         warps=4, CHUNK=CHUNK, **lists,
     )  # fmt: skip
     launch(
-        draw_kernel, (rows,), logits, *filters, u, *found, out, pivots, vocab, stride, chunks,
-        warps=8, PART=PART, **sizes, SAMPLES=256 if vocab <= 12 * BETWEEN else 512, **lists,
+        draw_kernel, (rows,), logits, temperature, top_k, top_p, min_p, u, *found, out, limits, pivots,
+        vocab, stride, chunks, warps=8, PART=PART, **sizes, SAMPLES=256 if vocab <= 12 * BETWEEN else 512, **lists,
     )  # fmt: skip
     programs = min(chunks, max(1, PROGRAMS // max(rows, 1)))
     launch(
@@ -191,11 +204,11 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
         warps=4, **sizes,
     )  # fmt: skip
     launch(
-        list_kernel, (rows, programs), logits, *filters, peaks, masses, out, pivots, parts, between,
+        list_kernel, (rows, programs), logits, *left, peaks, out, pivots, parts, between,
         vocab, stride, chunks, warps=8, **sizes, BETWEEN=most,
     )  # fmt: skip
     launch(
-        flat_kernel, (rows,), logits, *filters, u, peaks, best, masses, out, pivots, parts, between, running,
+        flat_kernel, (rows,), logits, *left, u, peaks, best, out, pivots, parts, between, running,
         vocab, stride, chunks, warps=8, **sizes, BETWEEN=most,
     )  # fmt: skip
     return out

@@ -1,8 +1,9 @@
 """Rows whose cut may lie below what was listed: many nearly equal logits. Three launches, which other rows leave.
 
-``draw_kernel`` left pivots: quantiles of a sample of the row. In the first launch every chunk counts and weighs what
-lies above each, in the second it lists what lies between the two next to the cut, at a place that the counts tell. In
-the third one program a row searches these and draws: it knows what every chunk keeps, and reads one.
+``draw_kernel`` left the mass at which top-p ends, and pivots: quantiles of a sample of the row. In the first launch
+every chunk counts and weighs what lies above each, in the second it lists what lies between the two next to the cut, at
+a place that the counts tell. In the third one program a row searches these and draws: it knows what every chunk keeps,
+and reads one.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from .search import (
     base_of,
     choose_id,
     choose_part,
-    chunk_weights,
-    mass_limit,
     read_block,
     row_best,
     row_filters,
@@ -120,18 +119,16 @@ def _narrow(pivots, parts, row, k, limit, least, vocab, chunks, WIDTH: tl.conste
 
 
 @triton.jit
-def _limits(temperature, top_k, top_p, min_p, peaks, masses, row, vocab, chunks, WIDTH: tl.constexpr):
+def _borders(temperature, top_k, min_p, limits, peaks, row, vocab, chunks, WIDTH: tl.constexpr):
     """(temperature, k, the mass at which top-p ends, least, what logits are compared with)."""
-    t, k, p, least = row_filters(temperature, top_k, top_p, min_p, row, vocab)
-    chunk_peak, peak = row_peak(peaks, row, chunks, WIDTH)
-    base = base_of(peak)
-    whole = tl.sum(chunk_weights(masses, row, chunk_peak, base, t, chunks, WIDTH), 0)
-    return t, k, mass_limit(p, whole), least, base
+    t, k, least = row_filters(temperature, top_k, min_p, row, vocab)
+    _, peak = row_peak(peaks, row, chunks, WIDTH)
+    return t, k, tl.load(limits + row), least, base_of(peak)
 
 
 @triton.jit
 def list_kernel(
-    logits, temperature, top_k, top_p, min_p, peaks, masses, out, pivots, parts, between, vocab, stride, chunks,
+    logits, temperature, top_k, min_p, limits, peaks, out, pivots, parts, between, vocab, stride, chunks,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, PIVOTS: tl.constexpr, BETWEEN: tl.constexpr,
 ):  # fmt: skip
     """Some chunks of a row that has no token yet. ``between`` (int32) [rows, BETWEEN]: the steps in (low, high], in
@@ -140,7 +137,7 @@ def list_kernel(
     row = tl.program_id(0).to(tl.int64)
     if tl.load(out + row) >= 0:
         return
-    t, k, limit, least, base = _limits(temperature, top_k, top_p, min_p, peaks, masses, row, vocab, chunks, WIDTH)
+    t, k, limit, least, base = _borders(temperature, top_k, min_p, limits, peaks, row, vocab, chunks, WIDTH)
     low, high, above_low, above_high, _heavier, _all_fit, start, _length, _mass = _narrow(
         pivots, parts, row, k, limit, least, vocab, chunks, WIDTH, PIVOTS
     )
@@ -170,7 +167,7 @@ def _kept_masses(row_start, t, base, threshold, ties, least, vocab, chunks, WIDT
 
 @triton.jit
 def flat_kernel(
-    logits, temperature, top_k, top_p, min_p, u, peaks, best, masses, out, pivots, parts, between, running,
+    logits, temperature, top_k, min_p, limits, u, peaks, best, out, pivots, parts, between, running,
     vocab, stride, chunks,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, PIVOTS: tl.constexpr, BETWEEN: tl.constexpr,
 ):  # fmt: skip
@@ -179,7 +176,7 @@ def flat_kernel(
     if tl.load(out + row) >= 0:
         return
     row_start, uniform = logits + row * stride, tl.load(u + row).to(tl.float64)
-    t, k, limit, least, base = _limits(temperature, top_k, top_p, min_p, peaks, masses, row, vocab, chunks, WIDTH)
+    t, k, limit, least, base = _borders(temperature, top_k, min_p, limits, peaks, row, vocab, chunks, WIDTH)
     low, high, above_low, above_high, heavier, all_fit, start, length, mass = _narrow(
         pivots, parts, row, k, limit, least, vocab, chunks, WIDTH, PIVOTS
     )

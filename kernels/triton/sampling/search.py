@@ -72,6 +72,14 @@ def _halved(middle, count, mass, k, limit, low, high, above_low, above_high, hea
 
 
 @triton.jit
+def kept_mass(steps, weight, threshold, ties):
+    """What is kept of candidates weighs, ``ties`` at most of those at the threshold."""
+    tied = tl.sum((steps == threshold).to(tl.int32), 0)
+    over = tl.sum(tl.where(steps > threshold, weight, 0.0), 0)
+    return over + tl.minimum(ties, tied).to(tl.float32) * weight_of(threshold)
+
+
+@triton.jit
 def search_listed(steps, weight, k, limit, low, high, above_low, above_high, heavier, vocab):
     """(threshold, ties) by bisection among ``steps`` in (low, high]; what is absent lies below. Above ``low`` there are
     too many (``above_low``) or too much, above ``high`` are ``above_high``, which weigh ``heavier`` and are none of
@@ -107,6 +115,21 @@ def search_row(
 
 
 @triton.jit
+def best_mass(row_start, t, peak, vocab, k, BLOCK: tl.constexpr):
+    """What the ``k`` most probable of a row weigh, in passes over it."""
+    zero = k * 0
+    threshold, ties = search_row(
+        row_start, t, peak, vocab, k, float("inf"), zero + BOTTOM, zero, zero + vocab, zero, zero * 0.0, BLOCK
+    )
+    mass, tied = zero * 0.0, zero
+    for start in range(0, vocab, BLOCK):
+        _, weight, steps = read_block(row_start, start, t, peak, vocab, BLOCK)
+        mass += tl.sum(tl.where(steps > threshold, weight, 0.0), 0)
+        tied += tl.sum((steps == threshold).to(tl.int32), 0)
+    return mass + tl.minimum(ties, tied).to(tl.float32) * weight_of(threshold)
+
+
+@triton.jit
 def row_peak(peaks, row, chunks, WIDTH: tl.constexpr):
     """(the largest logit of each of WIDTH chunks, that of the row)."""
     chunk = tl.arange(0, WIDTH)
@@ -123,10 +146,10 @@ def row_best(best, row, chunk_peak, peak, vocab, chunks, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def row_filters(temperature, top_k, top_p, min_p, row, vocab):
-    """(temperature, k, p, least) of a row; k is vocab + 1 where nothing is cut."""
+def row_filters(temperature, top_k, min_p, row, vocab):
+    """(temperature, k, least) of a row; k is vocab + 1 where it cuts nothing."""
     k = tl.load(top_k + row).to(tl.int32)
-    return tl.load(temperature + row), tl.where(k == 0, vocab + 1, k), tl.load(top_p + row), tl.load(min_p + row)
+    return tl.load(temperature + row), tl.where((k == 0) | (k >= vocab), vocab + 1, k), tl.load(min_p + row)
 
 
 @triton.jit

@@ -54,7 +54,7 @@ def draw(x: F32, s: SamplingBatch, row: int) -> int:
     order = order[:keep]
     if s.top_p[row] < 1:
         mass = np.cumsum(p[order])
-        order = order[: int(np.searchsorted(mass, float(s.top_p[row]), side="left")) + 1]
+        order = order[: int(np.searchsorted(mass, float(s.top_p[row]) * mass[-1], side="left")) + 1]
     kept = np.union1d(order[:1], order[p[order] >= float(s.min_p[row]) * p[order[0]]])
     mass = np.cumsum(p[kept])
     u = uniform(int(s.seed[row]), int(s.position[row])) * mass[-1]

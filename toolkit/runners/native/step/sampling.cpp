@@ -142,10 +142,14 @@ int32_t walk_all(const Ops& ops, const float* x, int64_t n, const Filter& f, flo
 }
 
 int32_t draw(const Ops& ops, const float* x, int64_t n, const Filter& f, float max, double u, int32_t* ids) {
-    const double total = ops.sum_exp(x, n, max, inverse(f));
-    if (f.top_k == 0 && f.top_p >= 1 && f.min_p <= 0) return walk_all(ops, x, n, f, max, total, u);
-    if (f.top_k == 0) return walk(nucleus(ops, x, n, f, max, total, ids), f, max, u);
+    if (f.top_k == 0) {
+        const double total = ops.sum_exp(x, n, max, inverse(f));
+        if (f.top_p >= 1 && f.min_p <= 0) return walk_all(ops, x, n, f, max, total, u);
+        return walk(nucleus(ops, x, n, f, max, total, ids), f, max, u);
+    }
     std::vector<Candidate> kept = best_of(x, n, f.top_k);
+    double total = 0;
+    for (const Candidate& c : kept) total += probability(c, f, max);
     kept.resize(cut(kept, f, max, total, 0, true));
     std::sort(kept.begin(), kept.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
     return walk(kept, f, max, u);
