@@ -30,7 +30,7 @@ from planning.servers import REST, ROLES, Servers, batches
 BRIEF, LONG = 2, (800, 2)  # tokens out, and in and out, of what the simulation is told by beside requests of the load
 SHARES = (0.4, 0.6)  # of what eight clients reach
 ROUNDS = 3  # of batches, before the first piece, in the middle and behind the last
-CHUNKS = (8, 32, 800)  # tokens of prompts of which steps are told
+CHUNKS = (6, 8, 16, 32, 800)  # tokens of prompts of which steps are told: small ones, as they are cut beside answers
 # Requests of the load's lengths, and long ones, that tell how fast the machine is: of 10 what a step takes longer while
 # another engine computes came out as 0.1 ms in one round, and as 0.9 in another.
 PROBE = 30, 4

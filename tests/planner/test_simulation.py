@@ -371,3 +371,16 @@ def test_times_are_found_again_from_what_they_gave() -> None:
         true, guessed = (simulate(asks, time, limits, 1).percentile(name, percent) for time in (real, found.time))
         assert guessed == pytest.approx(true, rel=0.1), (name, percent)
     assert 0 < found.time.wait < 0.02
+
+
+def test_a_jump_between_few_tokens_is_found() -> None:
+    """As where other kernels begin: of steps that have eight tokens, a chunk of a prompt or eight answers."""
+    real = StepTime(0.004, (4.0, 8.0), (0.0005, 0.002, 0.0003), context=3e-6)
+    limits, rows = Limits(16), []
+    for size, length in (*((size, 115) for size in (1, 2, 4, 8, 16)), (1, 8), (1, 32), (1, 800)):
+        row = Measured(size, size, length, 20, 0, 0, False, True)
+        ttft, decode = _seconds(row, real, limits)
+        rows.append(replace(row, ttft=ttft, decode=decode))
+    found = fit(rows, limits).time
+    for tokens in (1, 4, 8, 32, 115):
+        assert found.seconds(tokens, rows=1) == pytest.approx(real.seconds(tokens), rel=0.05), tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from toolkit.planner.fleet import closed
 from toolkit.planner.step_time import Features, StepTime, made, non_negative
 
 ROUNDS = 10
+FIRST = 3  # of them with a bend at each size that was measured; then few enough are chosen
 GUESS = StepTime(0.01, (), (0.001,))
 
 
@@ -118,7 +120,7 @@ def _possible(where: str, row: Measured) -> Measured:
 
 def fit(rows: Sequence[Measured], limits: Limits) -> Fit:
     """The times of steps with which the simulated runs are nearest to the measured ones, by relative error."""
-    knots = _knots(rows, limits)
+    knots, most = _sizes(rows, limits), max(1, 4 * len(rows) // 3 - 6)
     time = replace(GUESS, knots=knots, slopes=(*(0.0 for _ in knots), GUESS.slopes[0]))
     target = np.array([seconds for row in rows for seconds in (row.ttft, row.decode)])
     waits = np.array([[float(row.served), float(not row.served)] for row in rows])
@@ -126,25 +128,40 @@ def fit(rows: Sequence[Measured], limits: Limits) -> Fit:
     best, way = Fit(time, [np.inf]), 0.0
     for turn in range(ROUNDS):
         matrix = np.array([line for row in rows for line in _contents(row, time, limits)])
-        whole = np.column_stack([matrix, ways])
-        found = non_negative(whole / target[:, None], np.ones(len(target)))
+        whole = np.column_stack([matrix, ways]) / target[:, None]
+        if chosen := turn == FIRST and len(knots) > most:
+            knots, whole = _chosen(knots, whole, most)
+        found = non_negative(whole, np.ones(len(target)))
         before = np.array([time.start, *time.slopes, time.context, time.pairs, time.row, time.wait, way])
-        found = found if turn == 0 else (found + before) / 2
+        found = found if turn == 0 or chosen else (found + before) / 2
         *coefficients, wait, way = found.tolist()
         time = made(knots, coefficients, wait)
         simulated = np.array([s for row in rows for s in _seconds(row, time, limits)]) + way * ways[:, 1]
         now = Fit(time, (simulated / target - 1).tolist())
-        best = min(best, now, key=lambda one: sum(error * error for error in one.errors))
+        if len(knots) <= most:
+            best = min(best, now, key=lambda one: sum(error * error for error in one.errors))
     return best
 
 
-def _knots(rows: Sequence[Measured], limits: Limits) -> tuple[float, ...]:
-    """Where the line of a step's tokens may bend: at the largest size, and where there are many more figures than
-    coefficients at some smaller ones, evenly among those that were measured: batches, and prompts that were alone."""
+def _sizes(rows: Sequence[Measured], limits: Limits) -> tuple[float, ...]:
+    """Of steps whose times were measured: those of batches, and of prompts that were alone."""
     alone = {row.input_len for row in rows if row.together and row.at_once == 1}
-    sizes = sorted({min(row.at_once, limits.max_batch_size) for row in rows} | alone)
-    count = max(1, min(len(sizes), (2 * len(rows) - 6) // 3))
-    return tuple(float(sizes[-1 - i * len(sizes) // count]) for i in reversed(range(count)))
+    return tuple(sorted(map(float, {min(row.at_once, limits.max_batch_size) for row in rows} | alone)))
+
+
+def _chosen(sizes: tuple[float, ...], whole: Features, count: int) -> tuple[tuple[float, ...], Features]:
+    """At which ``count`` (fewer) of ``sizes``, the largest among them, the line of a step's tokens bends, so that it is
+    nearest to what was measured, and ``whole`` for these: there have to be more figures than coefficients."""
+    found: tuple[float, tuple[float, ...], Features] | None = None
+    for some in combinations(range(len(sizes) - 1), count - 1):
+        ends = [0, *(i + 1 for i in some), len(sizes)]  # columns 1 to len(sizes) are of tokens up to a size
+        merged = [whole[:, 1 + low : 1 + high].sum(axis=1) for low, high in pairwise(ends)]
+        matrix = np.column_stack([whole[:, 0], *merged, whole[:, 1 + len(sizes) :]])
+        left = float(np.square(matrix @ non_negative(matrix, np.ones(len(matrix))) - 1).sum())
+        if found is None or left < found[0]:
+            found = left, (*(sizes[i] for i in some), sizes[-1]), matrix
+    assert found is not None
+    return found[1:]
 
 
 def _simulated(row: Measured, time: StepTime, limits: Limits) -> Engine:
