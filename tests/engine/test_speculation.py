@@ -532,8 +532,9 @@ def test_what_a_draft_held_as_it_failed_is_gone_as_it_is_closed() -> None:
     assert speculator.choose([seq]) == {} and held == [None]
 
 
-def test_a_draft_that_fails_is_asked_no_more() -> None:
-    draft = Priced(0.9, 0.0)
+@pytest.mark.parametrize("free", [False, True])
+def test_a_draft_that_fails_is_asked_no_more(free: bool) -> None:
+    draft = Poor() if free else Priced(0.9, 0.0)
     draft.propose = lambda asked: [][1]  # type: ignore[method-assign]
     speculator = Speculator(Speculation(most=8, always=True), [draft], VOCAB)
     seq = Sequence(EngineRequest("r", [1, 2], SamplingParams(50)), order=0, max_len=99, rope_set=0, keys_root=None)

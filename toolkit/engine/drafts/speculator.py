@@ -140,10 +140,12 @@ class Speculator:
         least = 0.0
         if asked and not self.options.always:
             least = least_chance(rows, self._rows - rows, self.cost) if self.cost.known else 1.0
-        for draft in self.drafts:
-            if not draft.costs:
-                draft.least = least
+        for draft in [d for d in self.drafts if not d.costs]:
+            draft.least = least
+            try:
                 self._take(draft, [(s, most + ahead) for s, most in asked], best)
+            except Exception as e:
+                self._fail(draft, e)
         return best
 
     def _take(self, draft: Draft, asked: list[Asked], best: dict[Sequence, Found]) -> bool:

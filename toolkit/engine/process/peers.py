@@ -63,17 +63,24 @@ class Peers:
             raise ToolkitError("p2p_connect: this engine hands nothing over; its log says why")
         if told := self.differences(in_common):
             raise ToolkitError("the engines differ, and blocks of one are of no use to the other: " + "; ".join(told))
-        self._loop.call("use_source", [engine_id, address, secure]).result(WAIT_SECONDS)
+        self._tell("use_source", engine_id, address, secure)
         self._sources[engine_id] = None
         self._sources.move_to_end(engine_id)
         while len(self._sources) > MOST_SOURCES:
             self.drop(next(iter(self._sources)))
 
     def drop(self, engine_id: str) -> None:
-        """Take nothing from that engine any more. Unknown ids are ignored."""
+        """Take nothing from that engine any more. Unknown ids are ignored. Raises ToolkitError where this engine is
+        down, or too long in a step."""
         if engine_id in self._sources:
             del self._sources[engine_id]
-            self._loop.call("drop_source", [engine_id]).result(WAIT_SECONDS)
+            self._tell("drop_source", engine_id)
+
+    def _tell(self, what: str, *arguments: Any) -> None:
+        try:
+            self._loop.call(what, [*arguments]).result(WAIT_SECONDS)
+        except TimeoutError:
+            raise ToolkitError(f"the engine has not answered for {WAIT_SECONDS:g} s; ask again") from None
 
     def preserve(self, request_id: str) -> str:
         """The session under which a request's blocks stay in the cache until ``free``."""
