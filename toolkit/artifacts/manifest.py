@@ -25,7 +25,8 @@ KINDS = ("checkpoint", "quantized", "engine", "calibration", "deployment", "draf
 # What counts as content of a model directory, beside weights of torch.save where it has no others; anything else in it
 # (notes, caches) does not.
 _CONTENT = (
-    *("*.safetensors", f"*{SCALES}", "*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja"),
+    *("*.safetensors", f"*{SCALES}", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"),
+    "additional_chat_templates/*.jinja",
     *("[1-9]_*/config.json", "[1-9]_*/model.safetensors"),  # sentence-transformers' modules
 )
 
