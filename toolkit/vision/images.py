@@ -224,12 +224,14 @@ def _decoded(source: str, most: int, what: str, shown: str) -> bytes:
         raise UsageError(f"{what}: expected data:{what}/…;base64,…, found a data URL without a comma")
     if len(body) > 3 * most:  # as many characters as a byte may take
         raise UsageError(f"{shown}: expected at most {most:,} bytes, found more")
-    if not head.lower().endswith(";base64"):
-        return unquote_to_bytes(body)
     try:
-        return base64.b64decode("".join(unquote(body).split()), validate=True)
+        based = head.lower().endswith(";base64")
+        found = base64.b64decode("".join(unquote(body).split()), validate=True) if based else unquote_to_bytes(body)
     except (binascii.Error, ValueError) as e:
         raise UsageError(f"{shown}: expected base64, found something else ({e})") from e
+    if len(found) > most:
+        raise UsageError(f"{shown}: expected at most {most:,} bytes, found {len(found):,}")
+    return found
 
 
 def _of_file(path: Path, rules: Rules, most: int, what: str, shown: str) -> bytes:
