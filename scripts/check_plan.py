@@ -4,12 +4,12 @@ under a Poisson load, beside what is simulated.
     python scripts/check_plan.py work/demo-engine --out DIR --part two --round 1
     python scripts/check_plan.py work/demo-engine --out DIR --again
 
-What the simulation is told: the times of steps from batches in an engine alone; from one request at a time what serving
-costs, and how much the machine's speed varies; what the others cost from one at a time to two servers at once, through
-the proxy and to two apart. All of that is measured before, between and after the pieces of the loads, for the machine
-drifts by a tenth within minutes. What are compared are all requests at rates that none of these has seen, of all rounds
-in --out together. A piece during which other programs were busy does not count. Needs a machine that does nothing else;
-a round of a part takes about ten minutes.
+What the simulation is told: the times of steps from batches in an engine alone; from one request at a time to each
+server, with rests, what serving costs, and how much the machine's speed varies; what the others cost from the same
+without rests, and from one at a time through the proxy and to two apart. All of that is measured before, between and
+after the pieces of the loads, for the machine drifts by a tenth within minutes. What are compared are all requests at
+rates that none of these has seen, of all rounds in --out together. A piece during which other programs were busy does
+not count. Needs a machine that does nothing else; a round of a part takes about ten minutes.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def measure(given: argparse.Namespace, part: str, file: Path) -> None:
         def turn(number: int) -> None:
             if number in (0, given.pieces // 2, given.pieces):
                 found["batches"].append(batches(given.model, short, CHUNKS, ROUNDS))
-            one = [servers.urls[number % len(servers.urls)]]  # each time another server
-            now = {"probe": [*single(one, short, rest=REST), *single(one, LONG, PROBE[1], REST)]}
+            # All servers at once, with rests: while nothing else runs all cores halt, and each token comes later.
+            now = {"probe": [*single(servers.urls, short, rest=REST), *single(servers.urls, LONG, PROBE[1], REST)]}
             if part != "one":
                 now["beside"] = single(servers.urls, short)
                 now["outside"] = [*single(front, brief, rest=REST), *single(front, short, rest=REST)]

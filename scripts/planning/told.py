@@ -26,7 +26,7 @@ def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
     alone = fit([read_row(found["part"], row) for row in joined(found["batches"])], LIMITS).time
     probes = [turn["probe"] for turn in found["turns"]]
     time = served(alone, probes)
-    short = each(probes, 0)
+    short = each(probes, *_short(probes))
     if found["part"] == "one":
         return time, Around(noise=_noise([_seconds(probe[0]) for probe in compress(probes, _count(probes))], REST))
     at_once = [turn["beside"] for turn in found["turns"]]
@@ -106,7 +106,7 @@ def served(alone: StepTime, probes: list[list[dict[str, Any]]]) -> StepTime:
     """The steps of an engine that serves: as fast as the difference of long and short prompts says, for batches are
     measured in fewer moments. What each takes beyond those of ``alone`` are tokens sent, about as long for four of them
     as for one; and a first token has a way to come and go."""
-    short, long = each(probes, 0), each(probes, 1)
+    short, long = each(probes, *_short(probes)), each(probes, *_long(probes))
     alone = replace(alone, wait=0.0)
 
     def known_of(row: dict[str, Any]) -> Served:
@@ -119,10 +119,20 @@ def served(alone: StepTime, probes: list[list[dict[str, Any]]]) -> StepTime:
     return replace(alone, start=alone.start + sent, wait=float(short["ttft_s"].mean()) - known.ttft - sent)
 
 
-def each(loads: list[list[dict[str, Any]]], which: int) -> dict[str, Any]:
-    """Of all requests of one of several loads, in all turns that others did not disturb: their times, tokens in and
+def _short(probes: list[list[dict[str, Any]]]) -> range:
+    """Places of the rows of requests of the load's lengths, a server's after another's; then come long ones."""
+    return range(len(probes[0]) // 2)
+
+
+def _long(probes: list[list[dict[str, Any]]]) -> range:
+    return range(len(probes[0]) // 2, len(probes[0]))
+
+
+def each(loads: list[list[dict[str, Any]]], *which: int) -> dict[str, Any]:
+    """Of all requests of some of several loads, in all turns that others did not disturb: their times, tokens in and
     out, and the core-seconds of each outside of engines and in them."""
-    rows = [row[which] for row in loads if row[which]["others"] <= OTHERS] or [row[which] for row in loads]
+    all_rows = [row[i] for row in loads for i in which]
+    rows = [row for row in all_rows if row["others"] <= OTHERS] or all_rows
     found: dict[str, Any] = {name: np.concatenate([row[name] for row in rows]) for name in ("ttft_s", "tpot_s")}
     tokens = {way: rows[0][f"total_{way}put_tokens"] // rows[0]["completed"] for way in ("in", "out")}
     outside = sum(row["outside_s"] * row["total_output_tokens"] for row in rows) / sum(row["completed"] for row in rows)
