@@ -44,7 +44,8 @@ def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
     long = each([turn["outside"] for turn in found["turns"]], 2)
     late = [_more(row, time, 1) for row in (usual, long)]
     each_token = max(0.0, (late[1] - late[0]) / (long["in"] - usual["in"]))
-    return time, replace(around, handing_token=each_token, handing=late[0] - each_token * usual["in"])
+    handing = max(0.0, late[0] - each_token * usual["in"])
+    return time, replace(around, handing_token=each_token, handing=handing)
 
 
 def _count(probes: list[list[dict[str, Any]]]) -> list[bool]:
