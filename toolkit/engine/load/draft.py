@@ -164,8 +164,8 @@ def open_draft(
     from toolkit.runners.choose import open_runner
 
     families = from_files(getattr(config, "family_files", ()))
-    own = {"adapters": (), "adapter_memory": 0, "kv_layers": (), "key_means": ""}
-    options = replace(target.options, **own, batch_invariant=False)  # guesses change no answer
+    options = replace(target.options, adapters=(), adapter_memory=0, kv_layers=(), key_means="")
+    options = replace(options, batch_invariant=False)  # guesses change no answer
     with flagged():
         runner, _ = open_runner(files.path, backend=backend, options=options, blind=True, families=families)
     try:
