@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -216,7 +214,7 @@ def test_files_that_change_while_the_engine_sleeps_are_another_adapter(
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_one_that_has_gone_is_not_read_by_an_engine_that_starts_again(
-    kept: bool, tiny_models: Any, adapters: dict[str, Path], tmp_path: Path
+    kept: bool, tiny_models: Any, adapters: dict[str, Path], tmp_path: Path, kill_process: Any
 ) -> None:
     """Its files may be gone; the numbers of the others stay."""
     own = shutil.copytree(adapters["a"], tmp_path / "a")
@@ -228,12 +226,7 @@ def test_one_that_has_gone_is_not_read_by_an_engine_that_starts_again(
         b = answer(engine, 0, "b")
         engine.adapters.unload("own")
         shutil.rmtree(own)
-        loop: Any = engine._loop
-        os.kill(first := loop.pid, signal.SIGKILL)
-        end = time.monotonic() + 60
-        while loop.pid == first or not engine.healthy:
-            assert time.monotonic() < end, "the engine does not come back"
-            time.sleep(0.02)
+        kill_process(engine)
         assert engine.adapters.names == ("b",) and answer(engine, 0, "b") == b
 
 

@@ -3,12 +3,9 @@ weights that cannot be leave the old ones."""
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
-import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -113,18 +110,13 @@ def test_it_says_what_an_engine_with_those_weights_says(trained: Any, family: st
         assert said(answer(engine)) == old
 
 
-def test_a_process_that_is_started_again_has_them(trained: Any) -> None:
+def test_a_process_that_is_started_again_has_them(trained: Any, kill_process: Any) -> None:
     before, after = trained("llama")
     with AsyncEngine.open(before, backend_config=CONFIGS["native"], process=True) as engine:
         old = said(answer(engine))
         engine.weights.update(files_of(after))
         new = said(answer(engine))
-        loop: Any = engine._loop
-        os.kill(first := loop.pid, signal.SIGKILL)
-        end = time.monotonic() + 60
-        while loop.pid == first or not engine.healthy:
-            assert time.monotonic() < end, "the engine does not come back"
-            time.sleep(0.02)
+        kill_process(engine)
         assert said(answer(engine)) == new != old
 
 
