@@ -572,9 +572,12 @@ def test_grammars_of_one_step_share_its_time(monkeypatch: pytest.MonkeyPatch) ->
     assert lasts(64, 0.0039) < 10 and lasts(64, 0.0007) < 150 and lasts(64, 0.0004) == 1000
 
 
-def test_what_the_machine_is_to_blame_for_is_not_remembered(support: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gone", [False, True])
+def test_what_the_machine_is_to_blame_for_is_not_remembered(
+    gone: bool, support: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel kills a box: later the same grammar is compiled."""
-    support("dying_children").kill_children(monkeypatch)
+    support("dying_children").kill_children(monkeypatch, gone)
     grammars = Grammars(Letters(), SIZE)  # type: ignore[arg-type]
     with pytest.raises(BusyError, match=r"^response_format: the choice cannot be compiled now: .*; try again$"):
         grammars.state(grammars.compiled({"type": "choice", "choice": ["yes"]}), [])

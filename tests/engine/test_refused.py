@@ -414,10 +414,11 @@ def test_memory_that_ends_while_a_model_loads(tiny_models: Any, monkeypatch: pyt
     assert refused(lambda: AsyncEngine.open(str(model)), ToolkitError) == told
 
 
+@pytest.mark.parametrize("gone", [False, True])
 def test_an_engine_that_is_killed_while_it_loads(
-    tiny_models: Any, support: Any, monkeypatch: pytest.MonkeyPatch
+    gone: bool, tiny_models: Any, support: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    support("dying_children").kill_children(monkeypatch)
+    support("dying_children").kill_children(monkeypatch, gone)
     told = refused(lambda: AsyncEngine.open(str(tiny_models("llama")), process=True), ToolkitError)
     assert told.startswith("the engine failed while it was loading (")
 

@@ -26,7 +26,7 @@ from toolkit.errors import ToolkitError
 from toolkit.parallel import native_runner
 from toolkit.parallel import nodes as waiting
 from toolkit.parallel import ranks as timing
-from toolkit.parallel.bridge import Span
+from toolkit.parallel.bridge import Bridge, Span
 from toolkit.parallel.choose import open_ranks
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
@@ -194,6 +194,13 @@ def test_ranks_of_two_commands_answer_as_one_process(port: int, second: Any, tin
             ranks.close()
     assert other.end() == "" and other.told[-1].endswith("has ended")
     assert processes("toolkit.parallel.bridge") == processes("toolkit.parallel.native_worker") == {}
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_bridge_that_is_killed_as_it_starts(gone: bool, support: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    support("dying_children").kill_children(monkeypatch, gone)
+    with pytest.raises(ToolkitError, match=r"^machines of ranks have not met: the bridge of ranks .* has ended$"):
+        Bridge({}, lambda: None)
 
 
 @pytest.mark.parametrize(("module", "child", "number", "told"), [

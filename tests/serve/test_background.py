@@ -132,6 +132,14 @@ def test_requests_get_their_grace_before_it_is_killed() -> None:
     assert len(waits) == 1 and waits[0] > 602
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_one_that_is_killed_as_it_starts(gone: bool, support: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    support("dying_children").kill_children(monkeypatch, gone)
+    order = background.Order.of("model", PytorchEngineConfig(), None, ServerSettings())
+    with pytest.raises(ToolkitError, match=r"^the server ended before it was ready; its log says why$"):
+        background.launch(order, background.Server)
+
+
 def test_it_ends_with_the_program_that_started_it(packed: Path, tmp_path: Path) -> None:
     """Also one without the guard ``if __name__ == "__main__"``, one that is killed, and one that has forked."""
     program = textwrap.dedent(f"""

@@ -9,13 +9,15 @@ import pytest
 from toolkit.base import child_process
 
 
-def kill_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until ``monkeypatch`` is undone."""
+def kill_children(monkeypatch: pytest.MonkeyPatch, gone: bool) -> None:
+    """Until ``monkeypatch`` is undone. ``gone``: they are so before anything is said to them."""
     start = child_process.start
 
     def killed(*args: Any, **options: Any) -> Any:
         process = start(*args, **options)
         process.kill()
+        if gone:
+            process.wait()
         return process
 
     monkeypatch.setattr(child_process, "start", killed)

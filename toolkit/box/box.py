@@ -237,7 +237,8 @@ class _Child:
             )
         self._first = first
         if sum(map(len, first)) < 4096:  # fits into the socket's buffer: the child builds its job at once
-            self._introduce(time.monotonic() + 1)
+            with suppress(OSError):  # it has been killed by now: who asks it is told
+                self._introduce(time.monotonic() + 1)
 
     @property
     def alive(self) -> bool:

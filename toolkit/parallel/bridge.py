@@ -44,7 +44,8 @@ class Bridge:
         with mine, theirs:
             self._process = child_process.start("toolkit.parallel.bridge", theirs, stdout=2)
             self._pipe = Connection(mine.detach())
-        self._pipe.send_bytes(wire.pack(told))
+        with suppress(OSError):  # it is gone, which is heard below
+            self._pipe.send_bytes(wire.pack(told))
         if first is not None and self._pipe not in wait([self._pipe, first]):
             self._end()
             raise EOFError

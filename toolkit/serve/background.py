@@ -223,10 +223,12 @@ def launch(order: Order, kind: type[S], child: Started | None = None) -> tuple[S
     Raises ToolkitError."""
     child = child or Started()
     process, ours = child.process, child.link
+    told: dict[str, Any] = {}
     try:
-        ours.sendall(json.dumps(plain(order)).encode() + b"\n")
-        with ours.makefile("rb") as lines:
-            told = json.loads(lines.readline() or b"{}")
+        with suppress(OSError):  # it is gone, and tells nothing
+            ours.sendall(json.dumps(plain(order)).encode() + b"\n")
+            with ours.makefile("rb") as lines:
+                told = json.loads(lines.readline() or b"{}")
         if "url" not in told:
             kind_of_error = UsageError if told.get("usage") else ToolkitError
             raise kind_of_error(told.get("error", "the server ended before it was ready; its log says why"))
