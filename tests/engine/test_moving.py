@@ -317,6 +317,29 @@ def test_an_aborted_request_leaves_nothing_held(fake: Any, pair: Any, monkeypatc
     assert not second.keeper.reading and second.blocks.usage() == 0
 
 
+def test_two_that_lose_their_common_beginning_while_they_ask_do_not_wait_for_each_other(
+    fake: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = pair()
+    second = fake.make_core((None,), moving=hand(lends=False), blocks=40)
+    second.use_source(first.moving.id, first.moving.address, False)
+    gate = threading.Event()
+    which = Peer.which
+    monkeypatch.setattr(Peer, "which", lambda self, blocks: which(self, blocks) if gate.wait(5) else frozenset())
+    ask(fake, second, prompt(20), 1)
+    tokens = {name: [*prompt(20), *[i] * 12] for i, name in enumerate("ab")}
+    for name in tokens:
+        second.add(EngineRequest(name, tokens[name], SamplingParams(6), source=first.moving.id))
+    second.step()
+    second.add(EngineRequest("long", prompt(140, 2), SamplingParams(15)))  # takes all blocks, the cached ones too
+    while "long" in second.sequences:
+        second.step()
+    gate.set()
+    found = fake.run(second)
+    assert all(fake.tokens_of(found[name]) == answer(fake, (None,), tokens[name]) for name in tokens)
+    second.close()
+
+
 # -- who speaks at the port -------------------------------------------------------------------------
 
 

@@ -129,7 +129,8 @@ class Keeper:
             source = source or self._shelf
             if source is None:
                 return False
-            if any(len(other.keys) > hit and other.keys[hit] == seq.keys[hit] for other in self._others(seq)):
+            asked = seq.id in self._asking  # two that were, and have lost blocks since, would wait for each other
+            if not asked and any(o.keys[hit : hit + 1] == seq.keys[hit : hit + 1] for o in self._others(seq)):
                 return True  # it brings what this one lacks
             own = source is self._shelf
             if len(self._fetches) >= SIDE_BY_SIDE:
