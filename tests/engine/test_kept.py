@@ -488,6 +488,19 @@ def test_killed_at_any_moment_it_leaves_what_loads(fake: Any, tmp_path: Path) ->
         core.close()
 
 
+def test_what_a_killed_process_of_the_same_number_left_is_not_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In containers each start has the same number."""
+    block = Block(0, bytes(32), bytes(32), bytes(16), b"")
+    with monkeypatch.context() as killed:
+        killed.setattr(os, "rename", lambda *names, **at: os.stat("/nosuch"))
+        killed.setattr(os, "unlink", lambda *names, **at: None)
+        assert not open_files(tmp_path / "kv").write([(block, bytes(64))])
+    assert len(list(tmp_path.rglob("*.part"))) == 2
+    assert open_files(tmp_path / "kv").write([(block, bytes(64))])
+
+
 def test_two_engines_share_a_folder(fake: Any, tmp_path: Path) -> None:
     one, two = make(fake, tmp_path), make(fake, tmp_path)
     expected = answers(fake, make(fake, None), [prompt(50)])

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -90,6 +91,7 @@ class Folder:
     def __init__(self, flag: str, root: Path, model: str, about: dict[str, str]) -> None:
         """``about``: for people. Raises UsageError as ``open_root`` does."""
         self.root, self.model, self._flag, self._about = root, model, flag, about
+        self._name = secrets.token_hex(8)  # no process number: in containers that share a folder all have the same
         self._parts = itertools.count()
         self._opened: _Descriptor | None = None
         os.close(open_root(flag, root))
@@ -162,7 +164,7 @@ class Folder:
             written: list[int] = []
             try:
                 for name, parts in [*self._told(folder), *files]:
-                    part = f".{name}.{os.getpid()}-{next(self._parts)}.part"
+                    part = f".{name}.{self._name}-{next(self._parts)}.part"
                     written.append(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=folder))
                     made.append((part, name))
                     _write(written[-1], parts)
