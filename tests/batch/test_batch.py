@@ -16,6 +16,7 @@ import pytest
 
 from toolkit import pipeline
 from toolkit.batch.filling import Filler, Filling
+from toolkit.batch.rows import Table
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.errors import ToolkitError, UsageError
@@ -280,6 +281,16 @@ def test_rows_of_any_form_are_one_prompt(pipe: Any, tables: dict[str, Path], tmp
     assert pipe.batch(given, target, prompt=prompt, endpoint="/v1/completions", max_tokens=2, echo=True).earlier == 3
     with pytest.raises(UsageError, match="an option"):
         pipe.batch(given, target, prompt=prompt + "!", endpoint="/v1/completions", max_tokens=2, echo=True)
+
+
+@pytest.mark.parametrize("name", ["rows[1].csv", "rows.csv"])
+def test_rows_that_end_with_a_separator_keep_their_columns(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_text("text,note\nhello,a,\nthere,b,\n")
+    assert list(Table(file, "csv")) == [{"text": "hello", "note": "a"}, {"text": "there", "note": "b"}]
+    file.write_text("text,note\n1,hello,a\n")
+    with pytest.raises(UsageError, match="names 2 columns, its first row has 3"):
+        Table(file, "csv")
 
 
 def test_rows_by_name_and_those_that_lack_something(pipe: Any, tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ dicts in memory."""
 from __future__ import annotations
 
 import csv
+import glob
 import json
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +179,7 @@ class Table:
     def __init__(self, path: Path, kind: str) -> None:
         self._path = path
         self._kind = kind
+        self._ends_empty = False  # rows end with a separator, as the first line does not
         self.columns = self._header() if kind == "csv" else self._schema()
 
     @property
@@ -184,13 +187,20 @@ class Table:
         return self._path.suffix.lower() == ".tsv"
 
     def _header(self) -> list[str]:
+        first: list[str] = []
         try:
             with self._path.open(newline="", encoding="utf-8-sig") as file:
-                found = next(csv.reader(file, delimiter="\t" if self._tabs else ","), [])
+                lines = csv.reader(file, delimiter="\t" if self._tabs else ",")
+                found = next(lines, [])
+                with suppress(csv.Error):  # a value may be longer than it takes
+                    first = next(filter(None, lines), [])
         except (OSError, ValueError, csv.Error) as error:
             raise self._unreadable(error) from error
         if not found or len(set(found)) < len(found) or not all(found):
             raise UsageError(f"{self._path}: expected a first line that names each column once, found {found!r:.80}")
+        if any(first[len(found) :]):
+            raise UsageError(f"{self._path}: its first line names {len(found)} columns, its first row has {len(first)}")
+        self._ends_empty = len(first) > len(found)
         return found
 
     def _schema(self) -> list[str]:
@@ -208,8 +218,11 @@ class Table:
         if self._kind == "csv":
             texts = datasets.Features({name: datasets.Value("string") for name in self.columns})
             more = {"features": texts, "keep_default_na": False, "sep": "\t" if self._tabs else ","}
+            if self._ends_empty:  # else pandas takes the first column for names of rows, and all values move
+                more |= {"index_col": False, "usecols": self.columns}
         try:
-            rows = datasets.load_dataset(self._kind, data_files=str(self._path), split="train", streaming=True, **more)
+            named = glob.escape(str(self._path))  # it takes patterns
+            rows = datasets.load_dataset(self._kind, data_files=named, split="train", streaming=True, **more)
             yield from rows
         except (ToolkitError, GeneratorExit):
             raise

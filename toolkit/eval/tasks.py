@@ -7,6 +7,7 @@ an answer, which is right or not. Items depend on nothing but their number, so t
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import random
@@ -246,7 +247,7 @@ def write_lm_eval(folder: Path, names: Sequence[str], count: int = COUNT) -> Non
         settings: dict[str, Any] = {
             "task": f"toolkit_{name}",
             "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(data.resolve())}},
+            "dataset_kwargs": {"data_files": {"test": glob.escape(str(data.resolve()))}},
             "test_split": "test",
             "num_fewshot": 0,
             "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
