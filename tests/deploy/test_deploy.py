@@ -23,7 +23,7 @@ from toolkit.convert.formats import rewrite
 from toolkit.convert.options import Packing
 from toolkit.deploy.deploy import deploy
 from toolkit.deploy.facts import PROCESSES
-from toolkit.deploy.options import Deployment
+from toolkit.deploy.options import Deployment, name_of
 from toolkit.deploy.targets import TARGETS, TURNED
 from toolkit.engine.load.memory_plan import SAFE_SHARE
 from toolkit.errors import ToolkitError, UsageError
@@ -237,6 +237,7 @@ def test_a_device_that_an_artifact_is_not_packed_for(models: dict[str, Path], tm
         (["--to", "k8s", "--replicas", "1:3"], "Invalid value for '--replicas'"),
         (["--to", "k8s", "--replicas", "0"], "Invalid value for '--replicas'"),
         (["--to", "k8s", "--name", "A_b"], "--name: expected lower-case letters"),
+        (["--to", "k8s", "--claim", "no"], "--claim: no is no text in YAML, which the files are in"),
         (["--to", "k8s", "--image", "a b"], "--image: expected the name of an image"),
         (["--to", "k8s", "--memory", "much"], "--memory: expected a size such as"),
         (["--to", "k8s", "--device", "tpu"], "--device: expected one of auto, cpu, cuda"),
@@ -255,6 +256,11 @@ def test_a_device_that_an_artifact_is_not_packed_for(models: dict[str, Path], tm
 def test_misuse(flags: list[str], message: str, engine: Path, tmp_path: Path, tool: Any) -> None:
     done = tool(engine, *flags, "--dst-path", tmp_path / "out")
     assert done.returncode == 2 and message in done.stderr and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("stem", "name"), [("Qwen3-0.6B", "qwen3-0-6b"), ("Yes", "model-yes"), ("7b", "model-7b")])
+def test_a_directory_s_name_as_a_service_has_it(stem: str, name: str) -> None:
+    assert name_of(stem) == name and yaml.safe_load(name) == name
 
 
 def test_what_is_there_stays(engine: Path, tmp_path: Path, tool: Any) -> None:

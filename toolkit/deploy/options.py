@@ -11,6 +11,7 @@ from toolkit.errors import UsageError
 
 DEVICES = ("auto", "cpu", "cuda")
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")  # a name of Kubernetes that a suffix may follow
+_NO_TEXT = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null"))  # to who reads YAML
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Deployment:
             if value is not None and not _NAME.fullmatch(value):
                 told = "lower-case letters, digits and dashes, a letter first, 53 at most"
                 raise UsageError(f"{field}: expected {told}, found {value!r:.80}")
+            if value in _NO_TEXT:
+                raise UsageError(f"{field}: {value} is no text in YAML, which the files are in; choose another name")
         if self.image is not None and not re.fullmatch(r"[A-Za-z0-9][\w.:/@-]*", self.image):
             raise UsageError(f"image: expected the name of an image, found {self.image!r:.80}")
         _ = self.memory_bytes
@@ -56,4 +59,5 @@ class Deployment:
 def name_of(stem: str) -> str:
     """A directory's name as a service can have it."""
     plain = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:52].strip("-")
-    return plain if _NAME.fullmatch(plain) else f"model-{plain}"[:52].strip("-")
+    fits = _NAME.fullmatch(plain) and plain not in _NO_TEXT
+    return plain if fits else f"model-{plain}"[:52].strip("-")
