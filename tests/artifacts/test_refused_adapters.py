@@ -43,10 +43,13 @@ def refused(model: Path, path: Path, read: Any, config: dict[str, Any], tensors:
         ({"r": "two"}, "r: expected a whole number, found 'two'"),
         ({"r": 4}, f"r: expected 2, the rank of {MODULE}'s tensors, found 4"),
         ({"lora_alpha": float("nan")}, "lora_alpha: expected a number, found nan"),
-        (
-            {"init_lora_weights": "pissa"},
-            "init_lora_weights: found 'pissa', which changes the base weights too; convert the adapter to plain LoRA "
-            "first",
+        *(
+            (
+                {"init_lora_weights": start},
+                f"init_lora_weights: found {start!r}, which changes the base weights too; convert the adapter to plain "
+                "LoRA first",
+            )
+            for start in ("pissa", "OLoRA", "lora_ga")
         ),
         (
             {"modules_to_save": ["lm_head"]},

@@ -26,6 +26,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None, []),
     "use_qalora": (None, False),
 }
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # how PEFT's names begin, in whatever case
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def read_config(path: Path) -> Scaling:
                 "merge the adapter into the checkpoint instead"
             )
     start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.startswith(("pissa", "olora", "corda", "loftq")):
+    if isinstance(start, str) and start.lower().startswith(_CHANGE_BASE):
         raise ToolkitError(
             f"{path / CONFIG}: init_lora_weights: found {start!r:.40}, which changes the base weights too; "
             "convert the adapter to plain LoRA first"
