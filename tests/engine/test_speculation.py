@@ -188,6 +188,17 @@ def test_any_draft_model_changes_nothing(fake: Any, seer: Any, case: dict[str, A
     check(fake, seer, case)
 
 
+def test_waking_an_engine_that_is_awake_leaves_its_draft_model_as_it_is(fake: Any) -> None:
+    """Else it would have a new cache, and read in it what it has of prompts no more."""
+    core = fake.make_core((None,), VOCAB, speculation=Speculation(most=4, always=True))
+    case = {"windows": (None,), "twin": True, "asynchronous": False, "draft_blocks": 60}
+    core.speculator.drafts = [drafting(fake, core, case)]
+    for _ in range(2):
+        fake.ask(core, list(range(30)), 12)
+        assert core.wake("weights", "kv_cache") == []
+    assert core.speculator.total.accepted == core.speculator.total.tokens > 0
+
+
 PARTS, CASES = 50, 10_000
 
 

@@ -177,7 +177,9 @@ class EngineCore:
     def wake(self, *parts: str) -> list[str]:
         """Load what ``sleep`` gave back: "weights", "kv_cache". Returns what is still gone. Raises ToolkitError where
         that fails."""
-        if self.keeper is not None and self._nap.gone:
+        if not self._nap.gone:  # what guesses would lose what it has, too
+            return []
+        if self.keeper is not None:
             self.adapters.look_again()
         self._nap.end(parts)
         if self.speculator is not None and not self._nap.gone:
