@@ -16,7 +16,7 @@ from tests.support.refused import refusing
 from toolkit import TurbomindEngineConfig, serve
 from toolkit.chat.custom import MODELS, BaseChatTemplate
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.serve.adapter_routes import load
+from toolkit.serve.adapter_routes import below, load
 from toolkit.serve.client import APIClient
 from toolkit.serve.http.access.keys import FILE_BYTES, ApiKeys
 from toolkit.serve.http.certificate import ssl_files
@@ -28,6 +28,7 @@ from toolkit.serve.ray.options import RaySettings
 from toolkit.serve.ray.plan import Model, Plan
 from toolkit.serve.remote import RemoteModel
 from toolkit.serve.watch import log, traces
+from toolkit.serve.weight_routes import _allowed_path
 
 CONFIG = TurbomindEngineConfig()
 
@@ -124,8 +125,21 @@ def test_names_and_folders_of_adapters(tmp_path: Path) -> None:
     state: Any = SimpleNamespace(model_names={"m"})
     told = "lora_name: 'm' is taken; unload that one first, or choose another name"
     assert refused(lambda: load(state, "m", tmp_path)) == told
-    told = f"lora_path: {tmp_path / 'no'}: no such directory"
-    assert refused(lambda: load(state, "n", tmp_path / "no")) == told
+    for name in ("no", "n" * 300):
+        told = f"lora_path: {tmp_path / name}: no such directory"
+        assert refused(lambda: load(state, "n", below(tmp_path, name))) == told  # noqa: B023
+    for path in ("..", "/", "a\0b"):
+        with pytest.raises(ApiError) as error:
+            below(tmp_path, path)
+        assert str(error.value) == f"lora_path: expected one below {tmp_path} (the server's --adapter-dir)"
+
+
+@pytest.mark.parametrize("name", ["..", "a\0b", "n" * 300])
+def test_paths_of_new_weights(tmp_path: Path, name: str) -> None:
+    state: Any = SimpleNamespace(settings=SimpleNamespace(weight_updates_path=tmp_path))
+    with pytest.raises(ApiError) as error:
+        _allowed_path(state, f"{tmp_path}/{name}")
+    assert str(error.value) == f"path: expected one below {tmp_path} (the server's --weight-updates-path)"
 
 
 def test_a_class_of_template_in_another_process() -> None:

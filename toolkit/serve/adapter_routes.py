@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 
 from fastapi import APIRouter, Request
@@ -55,9 +56,7 @@ async def load_lora_adapter(raw: Request) -> HttpResponse:
     state, request, _ = await parse(raw, LoadAdapterRequest)
     folder = state.settings.adapter_dir
     assert folder is not None
-    found = (folder / request.lora_path).resolve()
-    if not found.is_relative_to(folder.resolve()):
-        raise bad_field("lora_path", f"expected one below {folder} (the server's {spelled('adapter_dir')})")
+    found = below(folder, request.lora_path)
     try:
         await asyncio.to_thread(load, state, request.lora_name, found)
     except ToolkitError as e:
@@ -82,6 +81,17 @@ async def unload_lora_adapter(raw: Request) -> HttpResponse:
     return json_response({"loaded": None, "adapters": list(state.adapters)})
 
 
+def below(folder: Path, path: str) -> Path:
+    """``path``, relative to ``folder``. Raises ApiError for one elsewhere, and for what is none."""
+    try:
+        found = (folder / path).resolve()
+        if found.is_relative_to(folder.resolve()):
+            return found
+    except (OSError, ValueError, RuntimeError):  # it has a NUL in it, or links lead in a circle
+        pass
+    raise bad_field("lora_path", f"expected one below {folder} (the server's {spelled('adapter_dir')})")
+
+
 def _answer(state: ServerState, error: ToolkitError) -> ApiError:
     return state.unavailable() or ApiError(400, str(error), code="bad_adapter")
 
@@ -92,7 +102,7 @@ def load(state: ServerState, name: str, path: Path) -> None:
         raise UsageError(f"lora_name: expected up to {MOST_NAME} visible characters, found {shown(name)}")
     if name in state.model_names:
         raise UsageError(f"lora_name: {name!r} is taken; unload that one first, or choose another name")
-    if not path.is_dir():
+    if not os.path.isdir(path):  # which a name that is too long does not fail
         raise UsageError(f"lora_path: {path}: no such directory")
     state.engine.adapters.load(name, path)
     if name in state.settings.adapters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 from base64 import b64decode
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -99,11 +100,11 @@ def _allowed_path(state: ServerState, told: str) -> Path:
     folder, option = state.settings.weight_updates_path, spelled("weight_updates_path")
     if folder is None:
         raise bad_field("path", f"no files are read here; the server was started without {option}")
-    found, root = Path(told).resolve(), folder.resolve()
-    inside = found.is_relative_to(root) and all(f.resolve().is_relative_to(root) for f in found.glob("*.safetensors"))
-    if not inside:
-        raise bad_field("path", f"expected one below {folder} (the server's {option})")
-    return found
+    with suppress(OSError, ValueError, RuntimeError):  # a name that is too long, or has a NUL; links in a circle
+        found, root = Path(told).resolve(), folder.resolve()
+        if found.is_relative_to(root) and all(f.resolve().is_relative_to(root) for f in found.glob("*.safetensors")):
+            return found
+    raise bad_field("path", f"expected one below {folder} (the server's {option})")
 
 
 async def _replace(state: ServerState, files: WeightFiles, mode: str) -> None:
