@@ -46,7 +46,8 @@ RUN --mount=type=bind,from=build,source=/src,target=/src \
     && install --directory --owner=toolkit --group=toolkit /home/toolkit/.cache /models
 # A new volume takes its owner from the folder that it is mounted on: else it would be root's, and the user could not write.
 USER 10001
-ENV TOOLKIT_HOME=/home/toolkit/.cache/toolkit PYTHONUNBUFFERED=1 \
+# Triton keeps what it compiles where something may be written, also where the rest may only be read.
+ENV TOOLKIT_HOME=/home/toolkit/.cache/toolkit TRITON_CACHE_DIR=/home/toolkit/.cache/triton PYTHONUNBUFFERED=1 \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 EXPOSE 23333
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:23333/health', timeout=4)"]

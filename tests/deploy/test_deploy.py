@@ -144,6 +144,19 @@ def test_compose_guards_its_server_alike_in_two_files(engine: Path, tmp_path: Pa
         assert ours[key] == theirs[key]
 
 
+def test_a_gpu_s_server_has_a_place_for_what_it_compiles(models: dict[str, Path], tmp_path: Path) -> None:
+    """Triton makes libraries. The root can only be read, and docker lets nothing run that it keeps in memory."""
+    for to in ("docker", "compose", "systemd"):
+        deploy(str(models["hf"]), tmp_path / to, to=to, asked=Deployment(name="tiny"))
+    image = (ROOT / "deploy/docker/cuda.Dockerfile").read_text()
+    assert " TRITON_CACHE_DIR=/home/toolkit/.cache/triton " in image
+    assert " --tmpfs /home/toolkit/.cache:exec " in (tmp_path / "docker/run.sh").read_text()
+    server = read(tmp_path / "compose/compose.yaml")[0]["services"]["server"]
+    assert server["tmpfs"] == ["/tmp", "/home/toolkit/.cache:exec"]
+    unit = (tmp_path / "systemd/tiny.service").read_text()
+    assert '"TRITON_CACHE_DIR=%C/toolkit-tiny/triton"' in unit and "CacheDirectory=toolkit-tiny" in unit
+
+
 @pytest.mark.parametrize("to", ["vllm", "sglang", "lmdeploy", "llama.cpp"])
 def test_other_engines_get_a_script_and_a_container(to: str, models: dict[str, Path], tmp_path: Path) -> None:
     target = TARGETS[to]
