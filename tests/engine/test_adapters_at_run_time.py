@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -289,6 +290,33 @@ def test_a_watched_folder_is_looked_at_again_when_the_engine_is_back(tmp_path: P
         watch.look()
         assert state.adapters == there
         engine.healthy = True
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_one_of_a_watched_folder_that_could_not_be_loaded_is_tried_again(dies: bool, tmp_path: Path) -> None:
+    """When files come, be they older than those that are there; or when the engine is back that died over it."""
+    tries: list[str] = []
+
+    def first_fails(name: str, path: Path) -> None:
+        tries.append(name)
+        if len(tries) == 1:
+            engine.healthy = not dies
+            raise ToolkitError("no weights")
+
+    engine = SimpleNamespace(healthy=True, adapters=SimpleNamespace(load=first_fails))
+    state = State(cast(AsyncEngine, engine))
+    watch = Watch(cast(ServerState, state), tmp_path)
+    (tmp_path / "tales").mkdir()
+    (tmp_path / "tales" / "adapter_config.json").write_text("{}")
+    watch.look()
+    watch.look()
+    assert tries == ["tales"] and state.adapters == ()
+    engine.healthy = True
+    if not dies:
+        (weights := tmp_path / "tales" / "adapter_model.safetensors").touch()
+        os.utime(weights, (1, 1))
+    watch.look()
+    assert state.adapters == ("tales",)
 
 
 def test_a_server_has_the_folder_s_adapters_when_it_is_ready(

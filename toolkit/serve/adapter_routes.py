@@ -124,7 +124,7 @@ class Watch:
 
     def __init__(self, state: ServerState, folder: Path) -> None:
         self._state, self._folder = state, folder
-        self._bad: dict[str, float] = {}
+        self._bad: dict[str, list[tuple[str, int, int]]] = {}  # files, their sizes and times then
         self._known: set[str] = set()
 
     def look(self) -> None:
@@ -146,13 +146,19 @@ class Watch:
             if name in self._known or name in self._state.model_names:
                 continue
             try:
-                changed = max((f.stat().st_mtime for f in path.iterdir()), default=0.0)
-                if self._bad.get(name) != changed:
-                    self._bad[name] = changed
-                    load(self._state, name, path)
-                    self._known.add(name)
-            except (ToolkitError, OSError) as e:
+                files = sorted((f.name, (s := f.stat()).st_size, s.st_mtime_ns) for f in path.iterdir())
+            except OSError as e:
                 log.warning("adapter %s: %s", name, e)
+                continue
+            if self._bad.get(name) == files:
+                continue
+            try:
+                load(self._state, name, path)
+                self._known.add(name)
+            except ToolkitError as e:
+                log.warning("adapter %s: %s", name, e)
+                if self._state.engine.healthy:  # else it may not be its fault
+                    self._bad[name] = files
 
     async def keep(self) -> None:
         """Look again and again."""
