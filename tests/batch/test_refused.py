@@ -6,6 +6,8 @@ import base64
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,35 @@ def test_vectors_that_cannot_be_written(name: str, tmp_path: Path, monkeypatch: 
     told = f"{target}: cannot be written (No space left on device); all answers are in {answers}"
     assert refused(lambda: collect(answers, target), ToolkitError) == told
     assert [file.name for file in tmp_path.iterdir()] == ["answers.jsonl"]
+
+
+COLLECTS = """
+import sys
+from pathlib import Path
+from toolkit.batch.vectors import collect
+from toolkit.errors import ToolkitError
+try:
+    collect(*map(Path, sys.argv[1:]))
+except ToolkitError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, which needs root")
+def test_vectors_on_a_full_disk(tmp_path: Path) -> None:
+    """In a process of its own, which a file that is mapped would end."""
+    answers, disk = tmp_path / "answers.jsonl", tmp_path / "disk"
+    disk.mkdir()
+    body = json.dumps({"data": [{"embedding": base64.b64encode(bytes(1 << 17)).decode()}]}).encode()
+    answers.write_bytes(answered(1, "0" * 16, "a", 200, "r", body))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], check=True)
+    try:
+        command = [sys.executable, "-c", COLLECTS, answers, disk / "a.npy"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        told = f"{disk / 'a.npy'}: cannot be written (No space left on device); all answers are in {answers}\n"
+        assert (done.returncode, done.stdout) == (0, told) and not list(disk.iterdir())
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
 
 
 def test_answers_whose_table_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,10 +78,13 @@ def _fault(line: bytes) -> str:
 
 
 def _npy(file: Path, rows: Rows, count: int, width: int) -> None:
-    made = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=(count, width))
-    for i, (_, row) in enumerate(rows):
-        made[i] = np.nan if row is None else row
-    made.flush()
+    """Not by a map of the file: on a full disk that ends the process."""
+    nothing = np.full(width, np.nan, "<f4")
+    with file.open("wb") as out:
+        told = {"descr": "<f4", "fortran_order": False, "shape": (count, width)}
+        np.lib.format.write_array_header_1_0(out, told)
+        for _, row in rows:
+            out.write((nothing if row is None else row.reshape(width)).tobytes())
 
 
 def _jsonl(file: Path, rows: Rows, count: int, width: int) -> None:
