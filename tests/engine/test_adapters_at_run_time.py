@@ -187,6 +187,17 @@ def test_files_that_change_below_it_change_no_answer(
     assert told("a") == b
 
 
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.safetensors"])
+def test_what_tells_an_adapter_from_others_is_of_its_weights_too(name: str, tmp_path: Path) -> None:
+    """Else two with the same configuration would have each other's blocks."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    digests = set()
+    for data in (b"one", b"other"):
+        (tmp_path / name).write_bytes(data)
+        digests.add(content_digest(tmp_path))
+    assert len(digests) == 2
+
+
 def test_files_that_change_while_the_engine_sleeps_are_another_adapter(
     tiny_models: Any, adapters: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ _CONTENT = (
     *("*.safetensors", f"*{SCALES}", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"),
     "additional_chat_templates/*.jinja",
     *("[1-9]_*/config.json", "[1-9]_*/model.safetensors"),  # sentence-transformers' modules
+    "adapter_model.bin",  # of an adapter's directory: no weights of a model's
 )
 
 
