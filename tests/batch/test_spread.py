@@ -18,12 +18,13 @@ from toolkit.serve.openai.batches.ask import Answer, ask
 @dataclass
 class FakeActor:
     """``die_at``: the call at which it ends; it is there again after ``dead`` looks. ``hangs``: says nothing until
-    it is ended; ``given_up``: refuses all until then."""
+    it is ended; ``given_up``: refuses all until then; ``away``: refuses all, and says why."""
 
     die_at: Sequence[int] = ()
     dead: int = 1
     hangs: bool = False
     given_up: bool = False
+    away: str = ""
     calls: int = 0
     answered: list[bytes] = field(default_factory=list)
     most: int = 0
@@ -36,7 +37,7 @@ class FakeActor:
         self.calls += 1
         if self.calls in self.die_at:
             raise Gone("killed")
-        if self.given_up:
+        if self.given_up or self.away:
             return 503, b"", "id"
         self.now += 1
         self.most = max(self.most, self.now)
@@ -56,7 +57,7 @@ class FakeActor:
         if self.dead:
             self.dead -= 1
             raise Gone("not there yet")
-        return About("m", 64, 4)
+        return About("m", 64, 4, self.away)
 
     def end(self) -> None:
         self.given_up = False
@@ -126,6 +127,21 @@ def test_an_engine_that_is_given_up_is_replaced(monkeypatch: pytest.MonkeyPatch)
             while 503 in {one.status for one in await lines(spread, 4)}:
                 await asyncio.sleep(0.01)
         assert made[0].ended.is_set() and made[0].answered
+
+    run(go())
+
+
+def test_an_engine_that_is_started_anew_gets_no_lines_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors, "AGAIN_S", 0.01)
+
+    async def go() -> None:
+        made = [FakeActor(dead=0, away="killed"), FakeActor(dead=0)]
+        spread = Spread(made)
+        assert {one.status for one in await lines(spread, 20)} == {200} and len(made[1].answered) == 20
+        made[0].away = ""
+        async with asyncio.timeout(30):
+            while not made[0].answered:
+                assert {one.status for one in await lines(spread, 4)} == {200}
 
     run(go())
 

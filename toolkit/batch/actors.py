@@ -32,11 +32,12 @@ LOOK_S, HANG_S = 10.0, 60.0  # how often an actor is asked whether it is there, 
 
 @dataclass(frozen=True)
 class About:
-    """What an engine is."""
+    """What an engine is; ``away``: why it refuses all for now, "" where it does not."""
 
     model_name: str
     session_len: int
     places: int
+    away: str = ""
 
 
 class Engine:
@@ -62,7 +63,8 @@ class Engine:
         by = Answerer.of(self._app)
         if (outage := by.outage()) is not None and not outage.restarting:
             raise ToolkitError(f"the engine ended ({outage.why})")
-        return {"model_name": by.model_name, "session_len": by.session_len, "places": by.places}
+        away = "" if outage is None else outage.why
+        return {"model_name": by.model_name, "session_len": by.session_len, "places": by.places, "away": away}
 
     async def turn(self, lines: list[Given]) -> list[Found]:
         return await self._desk.turn(lines)
@@ -109,6 +111,7 @@ class Spread:
         await send({"type": "http.response.body", "body": found.body})
 
     async def _ask(self, path: str, body: bytes) -> Answer | None:
+        found: Answer | None = None
         for _ in range(MOST_ACTORS):
             while not self._load:
                 self._back.clear()
@@ -116,16 +119,34 @@ class Spread:
             i = min(self._load, key=self._load.__getitem__)
             self._load[i] += 1
             try:
-                return Answer(*await self._actors[i].ask(path, body))
+                answer = Answer(*await self._actors[i].ask(path, body))
             except Gone as error:
-                if i in self._load:
-                    logger.warning("an engine has ended (%s); its lines go to others", error)
-                    del self._load[i]
-                    self._begin(self._return(i))
+                found = None
+                self._leave(i, str(error))
+                continue
             finally:
                 if i in self._load:
-                    self._load[i] -= 1
-        return None
+                    self._load[i] = max(0, self._load[i] - 1)
+            found = answer
+            if answer.status != 503 or not await self._away(i):
+                break
+        return found
+
+    async def _away(self, i: int) -> bool:
+        """Whether it refuses a line since its engine is started anew: doing so at once, it would get all lines."""
+        try:
+            if i in self._load and (why := (await self._actors[i].about()).away):
+                self._leave(i, why)
+        except (Gone, ToolkitError):
+            return False  # who asks it next sees to that, or who watches it
+        return i not in self._load
+
+    def _leave(self, i: int, why: str) -> None:
+        """Give it no more lines until it is there again."""
+        if i in self._load:
+            logger.warning("an engine has ended (%s); its lines go to others", why)
+            del self._load[i]
+            self._begin(self._return(i))
 
     def _begin(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -137,18 +158,19 @@ class Spread:
         began = told = time.monotonic()
         while True:
             try:
-                await self._actors[i].about()
+                why = (await self._actors[i].about()).away
             except (Gone, ToolkitError) as error:
+                why = str(error) or type(error).__name__
                 if isinstance(error, ToolkitError):  # there, and given up again
                     self._actors[i].end()
-                if time.monotonic() - told > TELL_S:
-                    told = time.monotonic()
-                    logger.warning("an engine has been away for %.0f s: %s", told - began, error)
-                await asyncio.sleep(AGAIN_S)
-                continue
-            self._load[i] = 0
-            self._back.set()
-            return
+            if not why:
+                self._load[i] = 0
+                self._back.set()
+                return
+            if time.monotonic() - told > TELL_S:
+                told = time.monotonic()
+                logger.warning("an engine has been away for %.0f s: %s", told - began, why)
+            await asyncio.sleep(AGAIN_S)
 
     async def _watch(self, i: int) -> None:
         """End it where it hangs, or refuses all, as its engine is given up: those that wait for it are then told."""
