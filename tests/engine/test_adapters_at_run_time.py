@@ -18,6 +18,7 @@ from toolkit.artifacts.adapters.adapter import read_changes
 from toolkit.artifacts.manifest import content_digest
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.configs.generation import GenerationConfig
+from toolkit.engine.adapters import Adapters
 from toolkit.engine.process.adapter_names import AdapterNames
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
@@ -196,6 +197,21 @@ def test_what_tells_an_adapter_from_others_is_of_its_weights_too(name: str, tmp_
         (tmp_path / name).write_bytes(data)
         digests.add(content_digest(tmp_path))
     assert len(digests) == 2
+
+
+def test_one_that_cannot_be_told_from_others_does_not_stay_with_the_runner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    runner: Any = SimpleNamespace(add_adapter=lambda number, path: taken.append(number), remove_adapter=taken.remove)
+
+    def fails(path: Path) -> str:
+        raise ToolkitError("cannot be read")
+
+    monkeypatch.setattr("toolkit.engine.adapters.content_digest", fails)
+    with pytest.raises(ToolkitError, match="cannot be read"):
+        Adapters(runner, ()).load(0, tmp_path, digest=True)
+    assert not taken
 
 
 def test_files_that_change_while_the_engine_sleeps_are_another_adapter(

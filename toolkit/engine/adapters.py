@@ -50,7 +50,11 @@ class Adapters:
         except RunnerError as e:
             raise ToolkitError(f"{path}: {e}") from e
         if digest:
-            self._digests[number] = content_digest(path) if coming is None else coming.result()
+            try:
+                self._digests[number] = content_digest(path) if coming is None else coming.result()
+            except ToolkitError:  # nobody can name it
+                self._runner.remove_adapter(number)  # type: ignore[attr-defined]  # it has taken it in
+                raise
             self._paths[number] = path
 
     def look_again(self) -> None:
