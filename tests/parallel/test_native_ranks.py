@@ -311,7 +311,13 @@ def test_cores_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert cores_of(2, tmp_path / "none") is None
     monkeypatch.setenv(VARIABLE, "0,2;1,3-5")
     assert cores_of(2, tmp_path) == [[0, 2], [1, 3, 4, 5]]
-    for value, told in (("0;1;2", "2 lists"), ("0;9", "core 9"), ("0;x", "such as 0-7;8-15")):
+    for value, told in (
+        ("0;1;2", "2 lists"),
+        ("0;9", "core 9"),
+        ("0;x", "such as 0-7;8-15"),
+        ("0;7-4", "such as 0-7;8-15"),
+        ("0;4-99999999", "such as 0-7;8-15"),
+    ):
         monkeypatch.setenv(VARIABLE, value)
         with pytest.raises(UsageError, match=told):
             cores_of(2, tmp_path)

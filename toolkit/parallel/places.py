@@ -12,6 +12,7 @@ from toolkit.models.spec import portion
 
 VARIABLE = "TOOLKIT_RANK_CORES"  # lists as taskset has them, a rank each, with semicolons between: 0-7;8-15
 NODES = Path("/sys/devices/system/node")
+MOST_CORES = 1 << 16
 
 
 def cores_of(world: int, nodes: Path = NODES) -> list[list[int]] | None:
@@ -54,7 +55,8 @@ def _listed(text: str, told: str) -> list[int]:
     found: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
-        if not first.strip().isdecimal() or (last and not last.strip().isdecimal()):
+        numbers = all(x.strip().isdecimal() for x in (first, last or first))
+        if not numbers or not int(first) <= int(last or first) < MOST_CORES:
             raise UsageError(f"{VARIABLE}: expected lists of cores such as 0-7;8-15, found {told!r}")
         found.extend(range(int(first), int(last or first) + 1))
     return found
