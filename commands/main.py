@@ -63,10 +63,11 @@ def _load(name: str) -> Any:
 # Options that take several values, and what each of these looks like.
 SEVERAL = {
     "--adapters": r"[^=]+=.*",
-    "--goodput": r".*:.*",
+    "--goodput": r"\w+:[^/]*",  # not the address that may follow
     "--allow-methods": r"[A-Z]+|\*",
     "--cudagraph-capture-batch-sizes": r"\d+",
 }
+_FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)  # else it is a text that begins with dashes
 
 
 class LazyGroup(Group):
@@ -141,12 +142,13 @@ def normalise(argv: list[str]) -> tuple[list[str], bool]:
             return out + argv[i:], debug
         if arg == "--debug":
             debug = True
-        elif arg.startswith("--"):
+        elif _FLAG.fullmatch(arg):
             name, eq, value = arg.partition("=")
             last, values = name.replace("_", "-"), bool(eq)
             last = ours.get(last, last)
             out.append(last + eq + value)
         else:
+            last = "" if arg.startswith("-") else last  # a short flag: what follows is its value
             more = values > 0 and last in SEVERAL and re.fullmatch(SEVERAL[last], arg) is not None
             out += [last, arg] if more else [arg]
             values += 1
