@@ -142,6 +142,9 @@ def test_set(desk: Desk) -> None:
     config = desk.model.configs[0]
     assert config is not None and not config.greedy
     assert (config.temperature, config.top_k, config.random_seed, config.stop_words) == (0.5, 7, 3, ["\n\né"])
+    for line in ("/set stop a=b", "/set stop=a=b", "/set stop = a=b"):
+        desk.type(line)
+        assert desk.talk.config.stop_words == ["a=b"]
     desk.type("/set temperature 0")
     assert desk.talk.config.greedy
     desk.type("/set")
@@ -151,7 +154,8 @@ def test_set(desk: Desk) -> None:
 @pytest.mark.parametrize(
     "line",
     ["/set nonsense 1", "/set top_p 7", "/set top_k many", "/set do_sample maybe", "/set seed", "/nonsense",
-     "/image", "/video", "/save", "/load", "/load /no/such/file", "/save /no/such/folder/file", "/retry"],
+     "/image", "/video", "/save", "/load", "/load /no/such/file", "/save /no/such/folder/file", "/retry",
+     "/save ~nobody-of-this-name/file", "/load ~nobody-of-this-name/file", f"/save {'x' * 300}", f"/load {'x' * 300}"],
 )  # fmt: skip
 def test_mistakes_are_one_line_and_change_nothing(desk: Desk, line: str) -> None:
     desk.type(line)
@@ -193,6 +197,23 @@ def test_what_ends_before_it_began_leaves_the_conversation_as_it_was(desk: Desk,
     desk.type("/retry", "again")
     assert desk.talk.turns == before
     assert desk.notes.count("no room" if isinstance(how, ToolkitError) else "stopped") == 2
+
+
+@pytest.mark.parametrize("how", [ToolkitError("no room"), KeyboardInterrupt()])
+def test_what_was_shown_stays_until_it_is_asked_about_or_dropped(
+    desk: Desk, how: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(*given: Any, **more: Any) -> Any:
+        raise how
+
+    monkeypatch.setattr(desk.model, "checked_image", lambda source: source, raising=False)
+    monkeypatch.setattr(desk.model, "stream_infer", ends)
+    shown = {"type": "image_url", "image_url": {"url": "a.png"}}
+    desk.type("/image a.png", "What is this?")
+    assert desk.talk.shown == [shown] and desk.notes.count("the next question is about 1 image(s)") == 2
+    monkeypatch.setattr(desk.model, "stream_infer", lambda *given, **more: iter([Response("It.", 1)]))
+    desk.type("What is this?", "/image a.png", "/image -", "/image a.png", "/clear")
+    assert not desk.talk.shown and desk.notes.count("about no image") == 1
 
 
 def test_retry_without_a_question_takes_nothing_away(desk: Desk) -> None:

@@ -47,6 +47,15 @@ def test_history_survives_in_a_file_that_is_private(type_keys, tmp_path: Path) -
     assert (tmp_path / "home" / "chat_history").stat().st_mode & 0o077 == 0
 
 
+def test_a_full_disk_keeps_no_question_back(type_keys, monkeypatch, capfd) -> None:  # type: ignore[no-untyped-def]
+    def full(self: object, string: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("prompt_toolkit.history.FileHistory.store_string", full)
+    assert type_keys("first" + ENTER + ENTER) == ["first"]  # the second one answers what prompt_toolkit says of errors
+    assert "Unhandled exception" not in "".join(capfd.readouterr())
+
+
 def test_ctrl_c_and_ctrl_d(type_keys) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(KeyboardInterrupt):
         type_keys("half a question" + CTRL_C)

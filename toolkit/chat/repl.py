@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ HELP = """\
 /help                show this (also: /?)
 /system [TEXT]       show or set the system text; /system - drops it
 /image FILE          show a picture (file or URL); the next question is about it
-/video FILE          show a video (file or URL), likewise
+/video FILE          show a video (file or URL), likewise; /image - drops what was shown
 /set [NAME VALUE]    show or change sampling settings, e.g. /set temperature 0.7
 /clear               forget the conversation (also: end)
 /save FILE           write the conversation to a JSON file
@@ -156,6 +157,19 @@ def unquoted(text: str) -> str:
     return text.removeprefix(QUOTES).rstrip().removesuffix(QUOTES).strip("\n") or text
 
 
+def _named(command: str, text: str) -> Path:
+    """The file of which ``command`` was told. Raises UsageError for a name that none can have, or that is out of
+    reach."""
+    if not text:
+        raise UsageError(f"{command}: expected a file name")
+    try:
+        file = Path(text).expanduser()
+        file.exists()
+    except (OSError, RuntimeError) as e:  # too long, or not permitted; the home of a user that there is not
+        raise UsageError(f"{command} {text:.100}: cannot be reached: {getattr(e, 'strerror', None) or e}") from e
+    return file
+
+
 class Repl:
     """The state of a chat and what each line of input does to it."""
 
@@ -196,12 +210,22 @@ class Repl:
             if line.startswith("/") and "\n" not in line:
                 self._command(line)
             else:
-                before = list(self.conversation.turns)
-                self.conversation.say("user", unquoted(line))
-                self._answer(before)
+                self._ask(unquoted(line))
             self.after()
         except ToolkitError as e:
             self.screen.error(" ".join(str(e).split()))
+
+    def _ask(self, text: str) -> None:
+        """Ask a question. What was shown for one that gets no answer stays for the next."""
+        talk = self.conversation
+        before, shown = list(talk.turns), talk.shown
+        talk.say("user", text)
+        try:
+            self._answer(before)
+        finally:
+            if talk.turns is before and shown:
+                talk.shown = shown
+                self._note_shown()
 
     def _answer(self, before: list[Message]) -> None:
         """Answer the open question. A failure leaves the turns as they were ``before`` it; what an interrupt left
@@ -278,19 +302,25 @@ class Repl:
     def _show(self, kind: str, rest: str) -> None:
         if not rest:
             raise UsageError(f"/{kind}: expected a file name or a URL")
-        url = self.model.checked_image(rest) if kind == "image" else self.model.checked_video(rest)
-        self.conversation.show(url, f"{kind}_url")
+        if rest == "-":
+            self.conversation.shown = []
+        else:
+            url = self.model.checked_image(rest) if kind == "image" else self.model.checked_video(rest)
+            self.conversation.show(url, f"{kind}_url")
+        self._note_shown()
+
+    def _note_shown(self) -> None:
         kinds = [part["type"].removesuffix("_url") for part in self.conversation.shown]
         counts = [f"{kinds.count(name)} {name}(s)" for name in ("image", "video") if name in kinds]
-        self.screen.note(f"the next question is about {' and '.join(counts)}")
+        self.screen.note(f"the next question is about {' and '.join(counts) or 'no image'}")
 
     def _set(self, rest: str) -> None:
         if not rest:
             for name, value in settings.show(self.conversation.config).items():
                 self.screen.note(f"{name:<20} {'' if value is None else value}")
             return
-        name, _, text = rest.replace("=", " ", 1).partition(" ")
-        value = settings.parse(name, text.strip())
+        name = re.split(r"[\s=]", rest, maxsplit=1)[0]
+        value = settings.parse(name, rest[len(name) :].lstrip().removeprefix("=").strip())
         name = name.replace("-", "_")
         self.conversation.config = settings.change(self.conversation.config, **{name: value})
         shown = settings.show(self.conversation.config)
@@ -302,9 +332,7 @@ class Repl:
         self.screen.note("the conversation is forgotten")
 
     def _save(self, rest: str) -> None:
-        if not rest:
-            raise UsageError("/save: expected a file name")
-        file = Path(rest).expanduser()
+        file = _named("/save", rest)
         if file.exists() and not self._confirmed(f"{rest}: exists; replace it? y or n"):
             self.screen.note("not saved")
             return
@@ -319,9 +347,7 @@ class Repl:
             return False
 
     def _load(self, rest: str) -> None:
-        if not rest:
-            raise UsageError("/load: expected a file name")
-        self.conversation.load(Path(rest).expanduser())
+        self.conversation.load(_named("/load", rest))
         self.screen.note(f"{len(self.conversation.turns)} messages from {rest}")
 
     def _retry(self, rest: str) -> None:

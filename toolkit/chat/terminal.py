@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -114,10 +114,15 @@ def reader(history: Path, commands: tuple[str, ...], status: Callable[[], str]) 
     from prompt_toolkit.output import create_output
     from prompt_toolkit.styles import Style
 
+    class Kept(FileHistory):
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):  # a full disk, say: the question itself goes on
+                super().store_string(string)
+
     try:
         history.parent.mkdir(parents=True, exist_ok=True)
         history.touch(mode=0o600)
-        kept: FileHistory | InMemoryHistory = FileHistory(str(history))
+        kept: FileHistory | InMemoryHistory = Kept(str(history))
     except OSError:
         kept = InMemoryHistory()
     session: PromptSession[str] = PromptSession(
