@@ -191,13 +191,13 @@ def read_piped() -> str:
 
 def answer_once(model: Model, talk: Conversation, question: str, sampling: str = "greedy") -> None:
     """One answer on standard output, a line about it on standard error. ``sampling``: see ``converse``."""
-    from toolkit.chat.repl import answer, check_room, how_it_ended
+    from toolkit.chat.repl import answer, how_it_ended, make_room
     from toolkit.chat.settings import describe
     from toolkit.chat.terminal import TerminalScreen
 
     screen = TerminalScreen()
     talk.say("user", question)
-    check_room(model, talk.messages())
+    make_room(model, talk, screen.note)
     whole, speed = answer(model, talk.messages(), talk.config, screen)
     ending = how_it_ended(whole, talk.config, "--max-new-tokens", model.longer() or "--session-len")
     screen.note(", ".join(filter(None, (speed, describe(talk.config, sampling), ending))))

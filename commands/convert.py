@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.base.progress import Progress
+from toolkit.base.user_path import user_path
 from toolkit.commands.app.own_families import to_type
 from toolkit.commands.options import with_flags, with_lmdeploy_flags
 from toolkit.commands.output import say, stdout, table, write_json
@@ -119,7 +120,7 @@ def _rewrite(model: str, dst_path: str, flags: ConvertFlags) -> None:
             from toolkit.artifacts.output.replace import check_directory_target
             from toolkit.quant.gguf import importance_of
 
-            statistics = Path(flags.calibration).expanduser()
+            statistics = user_path(flags.calibration)
             if not dst_path.lower().endswith(".gguf"):
                 check_directory_target(dst_path, [Path(path), statistics], flags.overwrite)
             importance = importance_of(Path(path), statistics)

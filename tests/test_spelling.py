@@ -159,6 +159,12 @@ def test_options_that_ask_for_more_than_there_is_are_refused(flag: str, value: s
         engine_flags(flag, value)
 
 
+@pytest.mark.parametrize("count", ["inf", "nan", "-1", "1.5"])
+def test_counts_that_are_none_are_refused(count: str) -> None:
+    with pytest.raises(UsageError, match="cache_max_entry_count: expected "):
+        engine_flags("--cache-max-entry-count", count).config()
+
+
 def test_ranks_are_of_either_backend() -> None:
     assert isinstance(engine_flags("--tp", "2").config(), TurbomindEngineConfig)
     assert isinstance(engine_flags("--tp", "2", "--backend", "pytorch").config(), PytorchEngineConfig)

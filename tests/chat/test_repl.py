@@ -14,6 +14,7 @@ from toolkit.chat import settings
 from toolkit.chat.conversation import Conversation
 from toolkit.chat.repl import Repl, Speed, answer
 from toolkit.chat.terminal import TerminalScreen
+from toolkit.commands.chat import answer_once
 from toolkit.configs.generation import TYPED
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
@@ -349,6 +350,19 @@ def test_a_question_that_does_not_fit_is_refused_and_nothing_is_left_out_for_it(
     assert desk.model.asked[-1][0]["content"] == "hello" and desk.model.asked[-1][-1]["content"] == "more"
     assert "the question takes" in desk.notes and "shorten it, or raise --session-len" in desk.notes
     assert "left out" not in desk.notes
+
+
+def test_one_answer_to_a_long_session_leaves_the_oldest_turns_out_too(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desk.model.fits, desk.talk.keep = 100, 1
+    for i in range(4):
+        desk.talk.say("user", f"question {i}, a long one")
+        desk.talk.say("assistant", f"answer {i}, a long one")
+    answer_once(desk.model, desk.talk, "the last one")
+    sent = [m["content"] for m in desk.model.asked[-1]]
+    assert (sent[0], sent[-1]) == ("question 0, a long one", "the last one") and len(desk.talk.turns) == 10
+    assert "oldest messages are left out (the first 1 are kept" in capsys.readouterr().err
 
 
 def test_saving_over_a_file_asks_first(desk: Desk, tmp_path: Path) -> None:

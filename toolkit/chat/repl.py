@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from toolkit.base.user_path import user_path
 from toolkit.chat import settings
 from toolkit.chat.conversation import Conversation
 from toolkit.chat.messages import Message
@@ -138,6 +139,28 @@ def check_room(model: Model, messages: list[Message]) -> tuple[int, int] | None:
     return found
 
 
+def make_room(model: Model, talk: Conversation, note: Callable[[str], None]) -> None:
+    """Leave out the oldest turns where an answer would hardly fit behind the conversation; say so by ``note``. Raises
+    ToolkitError, nothing being left out, where the question alone is too long."""
+    before, found = talk.left_out, model.context(talk.messages())
+    if found is None:
+        return
+    taken, fits = found
+    wanted = min(talk.config.max_new_tokens or fits, fits // ROOM)
+    if taken + wanted <= fits:
+        return
+    while taken + 2 * wanted > fits and talk.leave_out():  # room for the next answer too: the cache begins anew
+        taken, _ = model.context(talk.messages()) or (0, fits)
+    try:
+        check_room(model, talk.messages())
+    except ToolkitError:
+        talk.left_out = before
+        raise
+    if count := talk.left_out - before:
+        kept = f"the first {talk.keep} are kept" if talk.keep else "--keep N keeps the first N"
+        note(f"the context is full: the {count} oldest messages are left out ({kept}; /clear forgets all)")
+
+
 def how_it_ended(whole: Response, config: GenerationConfig, more: str, shorter: str) -> str:
     """What to say about an answer that did not come to its own end; ``more``, ``shorter``: what the user can do."""
     if whole.finish_reason == "abort":
@@ -162,11 +185,11 @@ def _named(command: str, text: str) -> Path:
     reach."""
     if not text:
         raise UsageError(f"{command}: expected a file name")
+    file = user_path(text)
     try:
-        file = Path(text).expanduser()
         file.exists()
-    except (OSError, RuntimeError) as e:  # too long, or not permitted; the home of a user that there is not
-        raise UsageError(f"{command} {text:.100}: cannot be reached: {getattr(e, 'strerror', None) or e}") from e
+    except OSError as e:  # too long, or not permitted
+        raise UsageError(f"{command} {text:.100}: cannot be reached: {e.strerror}") from e
     return file
 
 
@@ -232,7 +255,7 @@ class Repl:
         counts."""
         talk = self.conversation
         try:
-            self._make_room()
+            make_room(self.model, talk, self.screen.note)
             whole, speed = answer(self.model, talk.messages(), talk.config, self.screen)
         except ToolkitError:
             talk.turns = before
@@ -247,30 +270,6 @@ class Repl:
             talk.say("assistant", whole.text)
         ending = how_it_ended(whole, talk.config, "/set max_new_tokens", "/clear")
         self.screen.note(", ".join(filter(None, (speed, ending))) + "\n")
-
-    def _make_room(self) -> None:
-        """Leave out the oldest turns where an answer would hardly fit behind the conversation; say so. Raises
-        ToolkitError, nothing being left out, where the question alone is too long."""
-        talk, before = self.conversation, self.conversation.left_out
-        found = self.model.context(talk.messages())
-        if found is None:
-            return
-        taken, fits = found
-        wanted = min(talk.config.max_new_tokens or fits, fits // ROOM)
-        if taken + wanted <= fits:
-            return
-        while taken + 2 * wanted > fits and talk.leave_out():  # room for the next answer too: the cache begins anew
-            taken, _ = self.model.context(talk.messages()) or (0, fits)
-        try:
-            check_room(self.model, talk.messages())
-        except ToolkitError:
-            talk.left_out = before
-            raise
-        if count := talk.left_out - before:
-            kept = f"the first {talk.keep} are kept" if talk.keep else "--keep N keeps the first N"
-            self.screen.note(
-                f"the context is full: the {count} oldest messages are left out ({kept}; /clear forgets all)"
-            )
 
     def _command(self, line: str) -> None:
         name, _, rest = line.strip().partition(" ")
