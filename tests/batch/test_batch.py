@@ -16,6 +16,7 @@ import pytest
 
 from toolkit import pipeline
 from toolkit.batch.filling import Filler, Filling
+from toolkit.batch.rows import Table
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.errors import ToolkitError, UsageError
@@ -280,6 +281,12 @@ def test_rows_of_any_form_are_one_prompt(pipe: Any, tables: dict[str, Path], tmp
     assert pipe.batch(given, target, prompt=prompt, endpoint="/v1/completions", max_tokens=2, echo=True).earlier == 3
     with pytest.raises(UsageError, match="an option"):
         pipe.batch(given, target, prompt=prompt + "!", endpoint="/v1/completions", max_tokens=2, echo=True)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_the_name_of_a_table_is_no_pattern(tables: dict[str, Path], kind: str) -> None:
+    odd = tables[kind].rename(tables[kind].with_name(f"in [1]?*.{kind}"))
+    assert [row["text"] for row in Table(odd, kind)] == [row["text"] for row in ROWS]
 
 
 def test_rows_by_name_and_those_that_lack_something(pipe: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ dicts in memory."""
 from __future__ import annotations
 
 import csv
+import glob
 import json
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -209,8 +210,8 @@ class Table:
             texts = datasets.Features({name: datasets.Value("string") for name in self.columns})
             more = {"features": texts, "keep_default_na": False, "sep": "\t" if self._tabs else ","}
         try:
-            rows = datasets.load_dataset(self._kind, data_files=str(self._path), split="train", streaming=True, **more)
-            yield from rows
+            file = glob.escape(str(self._path))  # it is taken for a pattern
+            yield from datasets.load_dataset(self._kind, data_files=file, split="train", streaming=True, **more)
         except (ToolkitError, GeneratorExit):
             raise
         except Exception as error:  # pandas', pyarrow's and its own have no common name
