@@ -231,7 +231,7 @@ def test_traces(tmp_path: Path) -> None:
     assert read_trace(ours, 9) == [Ask(0.0, 8, 2, 7), Ask(2.5, 10, 3, 9)]
     theirs.write_text('{"timestamp": 1500, "input_length": 4, "output_length": 1}\n')
     assert read_trace(theirs, 0) == [Ask(0.0, 4, 1)]
-    azure.write_text("arrival_s,ContextTokens,GeneratedTokens\n0.5,4,1\n1.5,6,2\n")
+    azure.write_text("\ufeffarrival_s,ContextTokens,GeneratedTokens\n0.5,4,1\n1.5,6,2\n", encoding="utf-8")
     assert [a.arrival for a in read_trace(azure, 0)] == [0.0, 1.0]
     for zone in ("", "+00:00"):  # as of 2023, with ticks of 100 ns, and of 2024
         moments = f"2023-11-16 23:59:59.9799600{zone},4808,10\n2023-11-17 00:00:01.2299600{zone},3180,8\n"

@@ -95,7 +95,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if path.suffix not in (".jsonl", ".csv"):
         raise UsageError(f"trace: expected a .jsonl or .csv file, found {path}")
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             if path.suffix == ".csv":
                 reader = csv.DictReader(file)
                 for entry in reader:
