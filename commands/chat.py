@@ -152,7 +152,10 @@ def read_question(prompt: str | None) -> str | None:
     """The one question to answer: ``prompt`` after what is piped in, either alone; None for a conversation."""
     if prompt is not None and not prompt.strip():
         raise UsageError("--prompt: expected a text, found an empty one")
-    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+    closed = sys.stdin is None or sys.stdin.closed
+    if closed and prompt is None:
+        raise UsageError("standard input: expected a question, found it closed; give --prompt, or run it in a terminal")
+    if closed or sys.stdin.isatty():
         return prompt
     if prompt is not None:
         _say_what_is_awaited()

@@ -22,6 +22,7 @@ import pytest
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat.template import ChatTemplate
 from toolkit.commands.main import main
+from toolkit.errors import UsageError
 from toolkit.models import registry
 
 
@@ -90,6 +91,15 @@ def test_piped_input_goes_before_the_prompt(tool: Callable[..., Done], model: st
     tool("chat", model, *QUICK, "-p", "the fox", text="A fable.\nOf animals.\n")
     tool("chat", model, *QUICK, "-p", "the fox", text="")
     assert asked == ["A fable.\nOf animals.\n\nthe fox", "the fox"]
+
+
+def test_a_standard_input_that_is_closed_has_no_question(monkeypatch: Any) -> None:
+    from toolkit.commands import chat
+
+    monkeypatch.setattr("sys.stdin", None)
+    assert chat.read_question("the fox") == "the fox"
+    with pytest.raises(UsageError, match="standard input: expected a question"):
+        chat.read_question(None)
 
 
 def test_a_standard_input_that_never_ends_is_told(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:

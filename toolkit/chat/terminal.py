@@ -5,6 +5,7 @@ The answer goes to standard output exactly as it comes, everything else to stand
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -69,6 +70,9 @@ class TerminalScreen:
         import termios
 
         keys = sys.stdin.fileno()
+        if _in_background(keys):
+            yield
+            return
         before = termios.tcgetattr(keys)
         quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
         termios.tcsetattr(keys, termios.TCSANOW, quiet)
@@ -88,6 +92,14 @@ class TerminalScreen:
             line = "\n".join(_wrapped(part, _columns()) for part in line.split("\n"))
         self._err.write(f"\x1b[{style}m{line}\x1b[0m\n" if self._coloured else f"{line}\n")
         self._err.flush()
+
+
+def _in_background(keys: int) -> bool:
+    """Of the terminal ``keys``, whose settings only those may change who are in front: others are stopped for it."""
+    try:
+        return os.tcgetpgrp(keys) != os.getpgrp()
+    except OSError:  # a terminal that is not this session's
+        return False
 
 
 def _columns() -> int:
