@@ -178,6 +178,24 @@ def test_what_to_type_next_is_quoted_where_a_shell_needs_it(capsys: pytest.Captu
     assert convert._next(tmp_path / "a b.gguf", 1, False) == ("try it", f"tool chat '{tmp_path / 'a b.gguf'}'")
 
 
+def test_a_reader_that_leaves_is_no_failure() -> None:
+    command = f"set -o pipefail; {sys.executable} -m toolkit list --json - | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_another_pipe_that_breaks_is_one(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("toolkit.chat.builtin.load", fail)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))  # Typer puts something else there
+    with pytest.raises(SystemExit) as left:
+        main(["list"])
+    assert left.value.code == 1 and capfd.readouterr().err == "tool: error: BrokenPipeError: Broken pipe\n"
+
+
 def test_a_method_without_calibration_offers_no_text_for_it(tool: Any) -> None:
     text = tool("lite", "mxfp4", "--help").stdout
     assert "calib" not in text.replace("no calibration", "") and "AWQ with" not in text and "--eval-tokens" in text

@@ -132,8 +132,8 @@ def test_blank_lines_do_nothing_and_several_lines_are_one_question(desk: Desk) -
 
 
 def test_system(desk: Desk) -> None:
-    desk.type("/system", "/system Be kind.", "hello", "/system -", "hello")
-    assert desk.model.asked[0][0] == {"role": "system", "content": "Be kind."}
+    desk.type("/system", "/system Be kind.\nAnd brief.", "hello", "/system -", "hello")
+    assert desk.model.asked[0][0] == {"role": "system", "content": "Be kind.\nAnd brief."}
     assert desk.model.asked[1][0]["role"] == "user"
     assert "no system text" in desk.notes
 

@@ -230,7 +230,7 @@ class Repl:
     def handle(self, line: str) -> None:
         """Do what one input asks for; errors become one line on the screen."""
         try:
-            if line.startswith("/") and "\n" not in line:
+            if line.startswith("/") and ("\n" not in line or line.split()[0] in COMMANDS):
                 self._command(line)
             else:
                 self._ask(unquoted(line))
@@ -272,8 +272,8 @@ class Repl:
         self.screen.note(", ".join(filter(None, (speed, ending))) + "\n")
 
     def _command(self, line: str) -> None:
-        name, _, rest = line.strip().partition(" ")
-        rest = rest.strip()
+        name = line.split()[0]
+        rest = line.removeprefix(name).strip()
         handlers: dict[str, Callable[[str], None]] = {
             "/help": self._help,
             "/system": self._system,
