@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -152,6 +153,8 @@ def read_question(prompt: str | None) -> str | None:
     """The one question to answer: ``prompt`` after what is piped in, either alone; None for a conversation."""
     if prompt is not None and not prompt.strip():
         raise UsageError("--prompt: expected a text, found an empty one")
+    if prompt is not None and (odd := re.search("[\udc80-\udcff]", prompt)):  # how Python takes a byte that is no text
+        raise UsageError(f"--prompt: expected UTF-8 text, found byte 0x{ord(odd[0]) - 0xDC00:02x}")
     closed = sys.stdin is None or sys.stdin.closed
     if closed and prompt is None:
         raise UsageError("standard input: expected a question, found it closed; give --prompt, or run it in a terminal")

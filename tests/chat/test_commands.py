@@ -155,6 +155,7 @@ def test_flags_reach_the_model(tool: Callable[..., Done], model: str, expected: 
     ("args", "names"),
     [
         (["-p", ""], "--prompt"),
+        (["-p", "caf\udce9"], "--prompt: expected UTF-8 text, found byte 0xe9"),
         (["-p", "x", "--temperature", "3"], "--temperature:"),
         (["-p", "x", "--top-p", "-1"], "--top-p:"),
         (["-p", "x", "--max-new-tokens", "0"], "--max-new-tokens:"),
@@ -203,6 +204,8 @@ def test_list_shows_the_templates(tool: Callable[..., Done]) -> None:
     assert done.code == 0 and "vicuna" in done.out and "llama3_1" in done.out
     rows = json.loads(tool("list", "--json", "-").out)
     assert {"name", "aliases", "for_models_like"} == set(rows[0])
+    done = tool("list", "--json", "-", "models")  # of the templates, or of the models?
+    assert done.code == 2 and "tool list models --json -" in done.err and done.out == ""
 
 
 def test_list_models_comes_from_the_registry(tool: Callable[..., Done]) -> None:
