@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -152,7 +153,12 @@ def read_question(prompt: str | None) -> str | None:
     """The one question to answer: ``prompt`` after what is piped in, either alone; None for a conversation."""
     if prompt is not None and not prompt.strip():
         raise UsageError("--prompt: expected a text, found an empty one")
-    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+    if prompt is not None and (odd := re.search("[\udc80-\udcff]", prompt)):  # how Python takes a byte that is no text
+        raise UsageError(f"--prompt: expected UTF-8 text, found byte 0x{ord(odd[0]) - 0xDC00:02x}")
+    closed = sys.stdin is None or sys.stdin.closed
+    if closed and prompt is None:
+        raise UsageError("standard input: expected a question, found it closed; give --prompt, or run it in a terminal")
+    if closed or sys.stdin.isatty():
         return prompt
     if prompt is not None:
         _say_what_is_awaited()
@@ -191,13 +197,13 @@ def read_piped() -> str:
 
 def answer_once(model: Model, talk: Conversation, question: str, sampling: str = "greedy") -> None:
     """One answer on standard output, a line about it on standard error. ``sampling``: see ``converse``."""
-    from toolkit.chat.repl import answer, check_room, how_it_ended
+    from toolkit.chat.repl import answer, how_it_ended, make_room
     from toolkit.chat.settings import describe
     from toolkit.chat.terminal import TerminalScreen
 
     screen = TerminalScreen()
     talk.say("user", question)
-    check_room(model, talk.messages())
+    make_room(model, talk, screen.note)
     whole, speed = answer(model, talk.messages(), talk.config, screen)
     ending = how_it_ended(whole, talk.config, "--max-new-tokens", model.longer() or "--session-len")
     screen.note(", ".join(filter(None, (speed, describe(talk.config, sampling), ending))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import dataclass, fields
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.base.progress import Progress
+from toolkit.base.user_path import user_path
 from toolkit.commands.app.own_families import to_type
 from toolkit.commands.options import with_flags, with_lmdeploy_flags
 from toolkit.commands.output import say, stdout, table, write_json
@@ -119,7 +121,7 @@ def _rewrite(model: str, dst_path: str, flags: ConvertFlags) -> None:
             from toolkit.artifacts.output.replace import check_directory_target
             from toolkit.quant.gguf import importance_of
 
-            statistics = Path(flags.calibration).expanduser()
+            statistics = user_path(flags.calibration)
             if not dst_path.lower().endswith(".gguf"):
                 check_directory_target(dst_path, [Path(path), statistics], flags.overwrite)
             importance = importance_of(Path(path), statistics)
@@ -152,6 +154,7 @@ def _next(path: Path, tp: int, read: bool) -> tuple[str, str]:
     from toolkit.artifacts.text_head import reads_alone
 
     place = file if (file := path / "model.gguf").is_file() else path
+    name = shlex.quote(str(place))
     ranks = f" --tp {tp}" if tp > 1 else ""
     if place.is_dir():  # a GGUF file has its tokenizer in it
         if not read:
@@ -162,8 +165,8 @@ def _next(path: Path, tp: int, read: bool) -> tuple[str, str]:
             except ToolkitError as error:
                 return "before it runs", str(error)
         if reads_alone(place):
-            return "try it", to_type(f"tool embed texts.jsonl vectors.npy --model {place}{ranks}")
-    chat = f"tool chat {place}{ranks}"
+            return "try it", to_type(f"tool embed texts.jsonl vectors.npy --model {name}{ranks}")
+    chat = f"tool chat {name}{ranks}"
     return "try it", chat if (place / "engine.json").is_file() else to_type(chat)  # an artifact holds its spec
 
 

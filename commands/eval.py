@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -188,10 +189,15 @@ def lm_eval(
 
     def run(client: APIClient) -> None:
         name = client.available_models[0]
-        run_lm_eval(client.url, name, tasks.split(","), chat=chat, limit=limit, more=context.args)
+        run_lm_eval(client.url, name, tasks.split(","), chat=chat, limit=limit, more=_theirs(context.args))
 
     if model.startswith(("http://", "https://")):
         run(APIClient(model.rstrip("/")))
         return
     with serve(model, backend_config=TurbomindEngineConfig(model_format=model_format), server_port=0) as server:
         run(server)
+
+
+def _theirs(args: list[str]) -> list[str]:
+    """Flags as lm-eval spells them, with underscores: all that is typed after ``tool`` has been given dashes."""
+    return [re.sub(r"^--[a-z][a-z-]*", lambda name: "--" + name[0][2:].replace("-", "_"), arg) for arg in args]

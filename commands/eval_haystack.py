@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.base.progress import Progress
+from toolkit.base.user_path import user_path
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.configs.option import option
@@ -70,7 +71,7 @@ def needle(
     """
     from toolkit.measure.text import read_text
 
-    _run("needle", model, engine, haystack, read_text(data.expanduser()))
+    _run("needle", model, engine, haystack, read_text(user_path(data)))
 
 
 def _run(kind: Kind, model: str, engine: EngineFlags, haystack: Haystack, text: str = "") -> None:

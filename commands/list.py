@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 
 from toolkit.commands.app.groups import new_app
 from toolkit.commands.output import stdout, table, write_json
+from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
     from toolkit.runners.coverage import Coverage
@@ -26,6 +27,8 @@ def templates(context: typer.Context, json: JSON = None) -> None:
     A name goes to --chat-template. A model that brings its own template needs none.
     """
     if context.invoked_subcommand is not None:
+        if json is not None:
+            raise UsageError(f"--json: expected behind the name: tool list {context.invoked_subcommand} --json {json}")
         return
     from toolkit.artifacts.output.result_file import check_json
     from toolkit.chat import builtin

@@ -164,7 +164,7 @@ def merge(
 
     count = run(model, adapter, work_dir, overwrite)
     say(f"{work_dir}: {count} modules changed")
-    say_next(f"tool convert {work_dir} --dst-path {work_dir}-engine")
+    say_next("tool", "convert", work_dir, "--dst-path", f"{work_dir}-engine")
 
 
 @app.command("draft")
@@ -201,7 +201,8 @@ def draft(
         title = f"Held-out acceptance, {found['held_out_tokens']:,} tokens"
         stdout().print(table(title, ("token", "of drawn text", "of the likeliest"), rows))
         say(f"written to {result.path} ({found['parameters'] / 1e6:.1f} M parameters)", stdout())
-        say_next(f"tool chat {model} --speculative-algorithm eagle3 --speculative-draft-model {result.path}")
+        own = ("--speculative-algorithm", "eagle3", "--speculative-draft-model", result.path)
+        say_next("tool", "chat", model, *own)
     write_json(json, {"path": str(result.path), "options": result.options, "quality": found})
 
 
@@ -223,7 +224,7 @@ def calibrate(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir
     if result.already_there:
         say(f"{result.path}: already there")
     if flags.json != "-":
-        say_next(f"tool lite auto_awq {model} --calibration {result.path}")
+        say_next("tool", "lite", "auto_awq", model, "--calibration", result.path)
     write_json(flags.json, {"path": str(result.path), "options": result.options})
 
 

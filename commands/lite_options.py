@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -56,9 +57,9 @@ class LiteFlags(Common):
         return Common(**found)
 
 
-def say_next(command: str) -> None:
+def say_next(*words: object) -> None:
     """What to type after this."""
-    say(f"next: {to_type(command)}", stdout())
+    say(f"next: {to_type(shlex.join(map(str, words)))}", stdout())
 
 
 def with_lite_flags(
@@ -110,7 +111,7 @@ def report(result: Result, flags: LiteFlags, first: Table | None = None) -> None
             stdout().print(first)
         stdout().print(table("Quantized", ("", "value"), _rows(result)))
         made = result.path / "model.gguf" if result.options.get("format") == "gguf" else result.path
-        say_next(f"tool convert {made} --dst-path {result.path}-engine")
+        say_next("tool", "convert", made, "--dst-path", f"{result.path}-engine")
     write_json(flags.json, {"path": str(result.path), "options": result.options, "quality": quality})
     if flags.plot is not None:
         from toolkit.quant.plot import plot_layers

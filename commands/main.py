@@ -8,8 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import re
+import select
 import sys
 from importlib import import_module
+from traceback import walk_tb
 from typing import Any
 
 import typer
@@ -63,10 +65,11 @@ def _load(name: str) -> Any:
 # Options that take several values, and what each of these looks like.
 SEVERAL = {
     "--adapters": r"[^=]+=.*",
-    "--goodput": r".*:.*",
+    "--goodput": r"\w+:[^/]*",  # not the address that may follow
     "--allow-methods": r"[A-Z]+|\*",
     "--cudagraph-capture-batch-sizes": r"\d+",
 }
+_FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)  # else it is a text that begins with dashes
 
 
 class LazyGroup(Group):
@@ -141,12 +144,13 @@ def normalise(argv: list[str]) -> tuple[list[str], bool]:
             return out + argv[i:], debug
         if arg == "--debug":
             debug = True
-        elif arg.startswith("--"):
+        elif _FLAG.fullmatch(arg):
             name, eq, value = arg.partition("=")
             last, values = name.replace("_", "-"), bool(eq)
             last = ours.get(last, last)
             out.append(last + eq + value)
         else:
+            last = "" if arg.startswith("-") else last  # a short flag: what follows is its value
             more = values > 0 and last in SEVERAL and re.fullmatch(SEVERAL[last], arg) is not None
             out += [last, arg] if more else [arg]
             values += 1
@@ -183,6 +187,22 @@ def _explain(error: BaseException) -> tuple[str, int]:
     return f"internal error, {type(error).__name__}: {text or 'no message'} (--debug shows the traceback)", 1
 
 
+def _after_broken_pipe(left: SystemExit, error: BrokenPipeError) -> int:
+    """The exit code where Typer or Rich left for ``error``, without a word. Where the reader of our output went away
+    (`tool … | head`) there is nothing to say, and nobody to say it to; another pipe that broke is a failure as any."""
+    *_, (frame, _) = walk_tb(left.__traceback__)
+    if frame.f_globals["__name__"].startswith("rich."):  # it writes nowhere else
+        return 0
+    output = select.poll()
+    output.register(sys.stdout.fileno(), select.POLLERR)
+    if output.poll(0):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    message, code = _explain(error)
+    print(f"tool: error: {message}", file=sys.stderr)
+    return code
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run ``tool`` with ``argv`` (default: the process's) and exit: 0 done, 1 failure, 2 misuse, 130 interrupted."""
     code: Any = 0
@@ -195,10 +215,10 @@ def main(argv: list[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         watch.tell()
         code = INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output went away (`tool … | head`): nothing to say, and nobody to say it to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+    except SystemExit as left:
+        if not isinstance(left.__context__, BrokenPipeError):
+            raise
+        code = _after_broken_pipe(left, left.__context__)
     except Exception as e:
         if type(e).__name__ == "NoArgsIsHelpError":  # Typer has printed the help already
             sys.exit(2)

@@ -103,7 +103,7 @@ class EngineFlags(CommonEngineConfig):
         common = {f.name: getattr(self, f.name) for f in dataclasses.fields(CommonEngineConfig) if option_of(f)}
         common["enable_prefix_caching"] = self.prefix_caching(default=True)
         count = self.cache_max_entry_count
-        common["cache_max_entry_count"] = int(count) if count > 1 and count == int(count) else count
+        common["cache_max_entry_count"] = int(count) if count > 1 and float(count).is_integer() else count
         number("--num-gpu-blocks", self.num_gpu_blocks, 0, 1 << 40, whole=True)
         if self.num_gpu_blocks:
             common["cache_max_entry_count"] = self.num_gpu_blocks

@@ -60,8 +60,7 @@ def run(
     rows = [answer.row(demand.slos) for answer in answers]
     write_json(json_file, rows)
     if csv_file is not None:
-        for row in rows:
-            result_file.append_csv("--csv", csv_file, row)
+        result_file.append_csv("--csv", csv_file, *rows)
     if plot is not None:
         from toolkit.planner.plot import plot as draw
 

@@ -39,7 +39,7 @@ class Results:
         """Raise UsageError where rows of ``columns`` cannot be written there."""
         from toolkit.artifacts.output import result_file
 
-        result_file.check_json("--json", self.json, columns)
+        result_file.check_json("--json", self.json, columns[:3])  # later ones depend on what is measured
         result_file.check_csv("--csv", self.csv, ["target", *columns])
         result_file.check_plot("--plot", self.plot)
 
@@ -52,8 +52,7 @@ class Results:
             say(f"{failed} requests failed and count in no figure; the first one said: {first}", progress.console)
         write_json(self.json, rows)
         if self.csv is not None:
-            for row in rows:
-                append_csv("--csv", self.csv, {"target": target, **row})
+            append_csv("--csv", self.csv, *({"target": target, **row} for row in rows))
         if self.plot is not None:
             _plot(found, f"{model} at {target}, {traffic.num_prompts} requests", self.plot)
         if self.json != "-":
@@ -163,10 +162,14 @@ def _measured(client: Client, traffic: Traffic, progress: Progress) -> list[Run]
 
 def _fields(sampling: SamplingFlags, extra_body: str | None, *, ends: bool) -> dict[str, Any]:
     """What every request has besides its prompt. ``ends``: the model may end its answers."""
+    from toolkit.chat import settings
+
     more = {} if extra_body is None else json_object("--extra-body", extra_body)
-    fields = {"temperature": 0.0, **({} if ends else {"ignore_eos": True}), **sampling.given(), **more}
-    fields.pop("do_sample", None)
-    return fields
+    given = sampling.given()
+    drawn = settings.change(settings.GREEDY, **given)  # as the other profiles draw
+    given["temperature"] = 0.0 if drawn.greedy else drawn.temperature
+    given.pop("do_sample", None)  # no field of a request
+    return {**({} if ends else {"ignore_eos": True}), **given, **more}
 
 
 def _endpoint(endpoint: str | None, backend: str | None, *, drawings: bool) -> Any:

@@ -41,9 +41,7 @@ def run(
 
     named = builtin.find(template) is not None or template.endswith((".jinja", ".jinja2", ".j2", ".json"))
     request = _request()
-    variables: dict[str, Any] = dict(request.get("chat_template_kwargs") or {})
-    if chat_template_kwargs is not None:
-        variables |= json_object("--chat-template-kwargs", chat_template_kwargs)
+    variables = _variables(request, chat_template_kwargs)
     if told := read_tools("--tools", tools) or request.get("tools"):
         variables["tools"] = told
     path = resolve_model(model or ("demo" if named else template))
@@ -54,6 +52,17 @@ def run(
         print(json.dumps(tokenizer.encode(prompt, add_special_tokens=False)))
     else:
         sys.stdout.write(prompt)
+
+
+def _variables(request: dict[str, Any], more: str | None) -> dict[str, Any]:
+    """What the template is given besides, of the request and of --chat-template-kwargs."""
+    found = request.get("chat_template_kwargs") or {}
+    if not isinstance(found, dict):
+        raise UsageError(f"standard input: chat_template_kwargs: expected a JSON object, found {found!r:.60}")
+    found = found if more is None else {**found, **json_object("--chat-template-kwargs", more)}
+    if ours := sorted({"self", "messages", "add_generation_prompt"} & set(found)):
+        raise UsageError(f"chat_template_kwargs: {ours[0]!r} is the request's own; it cannot be set here")
+    return found
 
 
 def _request() -> dict[str, Any]:

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from toolkit.commands import lite_options
+from toolkit.commands import convert, lite_options
 from toolkit.commands import main as commands
 from toolkit.commands.main import main
 from toolkit.commands.output import say_how_it_runs, table
@@ -170,6 +170,30 @@ def test_a_run_ends_with_the_error_by_layer_and_what_the_model_lost(
         row = next(line for line in by_layer.splitlines() if line[1:].split()[:1] == [layer])
         assert f"{100 * errors[worst]:.1f} %" in row and worst.partition(f".{layer}.")[2] in row
         assert f"{100 * sum(errors.values()) / len(errors):.1f} %" in row
+
+
+def test_what_to_type_next_is_quoted_where_a_shell_needs_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lite_options.say_next("tool", "convert", Path("my model"), "--dst-path", "my model-engine")
+    assert capsys.readouterr().out == "next: tool convert 'my model' --dst-path 'my model-engine'\n"
+    assert convert._next(tmp_path / "a b.gguf", 1, False) == ("try it", f"tool chat '{tmp_path / 'a b.gguf'}'")
+
+
+def test_a_reader_that_leaves_is_no_failure() -> None:
+    command = f"set -o pipefail; {sys.executable} -m toolkit list --json - | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_another_pipe_that_breaks_is_one(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("toolkit.chat.builtin.load", fail)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))  # Typer puts something else there
+    with pytest.raises(SystemExit) as left:
+        main(["list"])
+    assert left.value.code == 1 and capfd.readouterr().err == "tool: error: BrokenPipeError: Broken pipe\n"
 
 
 def test_a_method_without_calibration_offers_no_text_for_it(tool: Any) -> None:

@@ -82,6 +82,14 @@ def test_options(args: tuple[str, ...], line: str, told: Callable[..., str]) -> 
         ("{", "standard input: expected JSON messages ("),
         ("5", 'standard input: expected a list of messages, or {"messages": …}'),
         ('{"messages": 5}', 'standard input: expected a list of messages, or {"messages": …}'),
+        (
+            '{"messages": [], "chat_template_kwargs": "x"}',
+            "standard input: chat_template_kwargs: expected a JSON object, found 'x'",
+        ),
+        (
+            '{"messages": [], "chat_template_kwargs": {"add_generation_prompt": false}}',
+            "chat_template_kwargs: 'add_generation_prompt' is the request's own; it cannot be set here",
+        ),
     ],
 )
 def test_messages_to_render(text: str, line: str, told: Callable[..., str]) -> None:

@@ -109,6 +109,19 @@ def test_several_adapters_after_one_flag() -> None:
     assert normalise(["--work_dir", "a=b", "c=d"])[0] == ["--work-dir", "a=b", "c=d"]
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["chat", "demo", "--adapters", "a=x", "-p", "solve x=3"],
+        ["profile", "api_server", "--goodput", "ttft:500", "http://127.0.0.1:23333"],
+        ["chat", "demo", "-p", "--- my_file.py ---"],
+        ["chat", "demo", "--system", "--be_kind, always"],
+    ],
+)
+def test_what_is_no_flag_and_none_of_several_stays_as_typed(args: list[str]) -> None:
+    assert normalise(args)[0] == args
+
+
 def test_eager_mode_reaches_either_config() -> None:
     for backend in ("turbomind", "pytorch"):
         assert engine_flags("--eager-mode", "--backend", backend).config().eager_mode
@@ -144,6 +157,12 @@ def test_options_without_effect_are_taken_with_one_notice_each(capsys: pytest.Ca
 def test_options_that_ask_for_more_than_there_is_are_refused(flag: str, value: str) -> None:
     with pytest.raises(UsageError, match=f"^{flag}: found '?{value}'?, expected "):
         engine_flags(flag, value)
+
+
+@pytest.mark.parametrize("count", ["inf", "nan", "-1", "1.5"])
+def test_counts_that_are_none_are_refused(count: str) -> None:
+    with pytest.raises(UsageError, match="cache_max_entry_count: expected "):
+        engine_flags("--cache-max-entry-count", count).config()
 
 
 def test_ranks_are_of_either_backend() -> None:

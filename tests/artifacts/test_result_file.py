@@ -90,6 +90,20 @@ def test_a_table_grows_and_no_other_file_does(tmp_path: Path) -> None:
             check_csv("--csv", file, ["model", "speed"])
 
 
+def test_rows_go_below_a_line_that_an_editor_left_open_and_into_pipes(tmp_path: Path) -> None:
+    rows, head = [{"model": "a", "speed": 1}, {"model": "b", "speed": 2}], ["model", "speed"]
+    (tmp_path / "a.csv").write_text("model,speed\nz,0")
+    reading, writing = os.pipe()
+    with open(reading, newline="") as pipe:
+        for file in (tmp_path / "a.csv", Path(f"/dev/fd/{writing}")):
+            check_csv("--csv", file, head)
+            append_csv("--csv", file, *rows)
+        os.close(writing)
+        table = [head, ["a", "1"], ["b", "2"]]
+        assert list(csv.reader(pipe)) == table
+    assert list(csv.reader((tmp_path / "a.csv").open(newline=""))) == [head, ["z", "0"], *table[1:]]
+
+
 def test_a_picture_replaces_a_picture_of_ours_alone(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 

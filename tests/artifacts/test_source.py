@@ -56,7 +56,9 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("~/owner") == tmp_path / "owner"
 
 
-@pytest.mark.parametrize("model", ["nothing", "./no/thing", "/no/such/dir", "a/b/c", "here/name", "x/y.gguf", ""])
+@pytest.mark.parametrize(
+    "model", ["nothing", "./no/thing", "/no/such/dir", "a/b/c", "here/name", "x/y.gguf", "", "~nobody-of-this-name/x"]
+)
 def test_paths_that_do_not_exist_are_misuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     (tmp_path / "here").mkdir()  # so here/name is a mistyped path, not a hub id
     monkeypatch.chdir(tmp_path)

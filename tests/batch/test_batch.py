@@ -293,6 +293,12 @@ def test_rows_that_end_with_a_separator_keep_their_columns(tmp_path: Path, name:
         Table(file, "csv")
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_the_name_of_a_table_is_no_pattern(tables: dict[str, Path], kind: str) -> None:
+    odd = tables[kind].rename(tables[kind].with_name(f"in [1]?*.{kind}"))
+    assert [row["text"] for row in Table(odd, kind)] == [row["text"] for row in ROWS]
+
+
 def test_rows_by_name_and_those_that_lack_something(pipe: Any, tmp_path: Path) -> None:
     rows = [
         {"id": 5, "text": "a"},

@@ -157,6 +157,19 @@ def test_answers_whose_table_cannot_be_written(tmp_path: Path, monkeypatch: pyte
     files.close()
 
 
+def test_a_table_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (source := tmp_path / "in.jsonl").write_text("")
+    (target := tmp_path / "out.parquet").write_bytes(b"mine")
+    told = f"{target}: is there already, and its answers, {target}.jsonl, are not; --overwrite replaces it"
+    assert refused(lambda: run.open_files(source, target, Filling(), "m", Limits())) == told
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl", "out.parquet"]
+    for overwrite in (True, False):  # the second time its answers are there
+        files = run.open_files(source, target, Filling(), "m", Limits(), overwrite=overwrite)
+        files.finish()
+        files.close()
+
+
 def test_an_engine_that_ended_for_good(tmp_path: Path) -> None:
     (source := tmp_path / "in.jsonl").write_text(
         '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n'

@@ -22,6 +22,7 @@ import pytest
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat.template import ChatTemplate
 from toolkit.commands.main import main
+from toolkit.errors import UsageError
 from toolkit.models import registry
 
 
@@ -92,6 +93,15 @@ def test_piped_input_goes_before_the_prompt(tool: Callable[..., Done], model: st
     assert asked == ["A fable.\nOf animals.\n\nthe fox", "the fox"]
 
 
+def test_a_standard_input_that_is_closed_has_no_question(monkeypatch: Any) -> None:
+    from toolkit.commands import chat
+
+    monkeypatch.setattr("sys.stdin", None)
+    assert chat.read_question("the fox") == "the fox"
+    with pytest.raises(UsageError, match="standard input: expected a question"):
+        chat.read_question(None)
+
+
 def test_a_standard_input_that_never_ends_is_told(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """As in a script's loop that reads its own lines, or under a supervisor that holds the pipe open."""
     from toolkit.commands import chat
@@ -145,6 +155,7 @@ def test_flags_reach_the_model(tool: Callable[..., Done], model: str, expected: 
     ("args", "names"),
     [
         (["-p", ""], "--prompt"),
+        (["-p", "caf\udce9"], "--prompt: expected UTF-8 text, found byte 0xe9"),
         (["-p", "x", "--temperature", "3"], "--temperature:"),
         (["-p", "x", "--top-p", "-1"], "--top-p:"),
         (["-p", "x", "--max-new-tokens", "0"], "--max-new-tokens:"),
@@ -193,6 +204,8 @@ def test_list_shows_the_templates(tool: Callable[..., Done]) -> None:
     assert done.code == 0 and "vicuna" in done.out and "llama3_1" in done.out
     rows = json.loads(tool("list", "--json", "-").out)
     assert {"name", "aliases", "for_models_like"} == set(rows[0])
+    done = tool("list", "--json", "-", "models")  # of the templates, or of the models?
+    assert done.code == 2 and "tool list models --json -" in done.err and done.out == ""
 
 
 def test_list_models_comes_from_the_registry(tool: Callable[..., Done]) -> None:

@@ -14,6 +14,7 @@ from toolkit.chat import settings
 from toolkit.chat.conversation import Conversation
 from toolkit.chat.repl import Repl, Speed, answer
 from toolkit.chat.terminal import TerminalScreen
+from toolkit.commands.chat import answer_once
 from toolkit.configs.generation import TYPED
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
@@ -131,8 +132,8 @@ def test_blank_lines_do_nothing_and_several_lines_are_one_question(desk: Desk) -
 
 
 def test_system(desk: Desk) -> None:
-    desk.type("/system", "/system Be kind.", "hello", "/system -", "hello")
-    assert desk.model.asked[0][0] == {"role": "system", "content": "Be kind."}
+    desk.type("/system", "/system Be kind.\nAnd brief.", "hello", "/system -", "hello")
+    assert desk.model.asked[0][0] == {"role": "system", "content": "Be kind.\nAnd brief."}
     assert desk.model.asked[1][0]["role"] == "user"
     assert "no system text" in desk.notes
 
@@ -142,6 +143,9 @@ def test_set(desk: Desk) -> None:
     config = desk.model.configs[0]
     assert config is not None and not config.greedy
     assert (config.temperature, config.top_k, config.random_seed, config.stop_words) == (0.5, 7, 3, ["\n\né"])
+    for line in ("/set stop a=b", "/set stop=a=b", "/set stop = a=b"):
+        desk.type(line)
+        assert desk.talk.config.stop_words == ["a=b"]
     desk.type("/set temperature 0")
     assert desk.talk.config.greedy
     desk.type("/set")
@@ -151,7 +155,8 @@ def test_set(desk: Desk) -> None:
 @pytest.mark.parametrize(
     "line",
     ["/set nonsense 1", "/set top_p 7", "/set top_k many", "/set do_sample maybe", "/set seed", "/nonsense",
-     "/image", "/video", "/save", "/load", "/load /no/such/file", "/save /no/such/folder/file", "/retry"],
+     "/image", "/video", "/save", "/load", "/load /no/such/file", "/save /no/such/folder/file", "/retry",
+     "/save ~nobody-of-this-name/file", "/load ~nobody-of-this-name/file", f"/save {'x' * 300}", f"/load {'x' * 300}"],
 )  # fmt: skip
 def test_mistakes_are_one_line_and_change_nothing(desk: Desk, line: str) -> None:
     desk.type(line)
@@ -193,6 +198,23 @@ def test_what_ends_before_it_began_leaves_the_conversation_as_it_was(desk: Desk,
     desk.type("/retry", "again")
     assert desk.talk.turns == before
     assert desk.notes.count("no room" if isinstance(how, ToolkitError) else "stopped") == 2
+
+
+@pytest.mark.parametrize("how", [ToolkitError("no room"), KeyboardInterrupt()])
+def test_what_was_shown_stays_until_it_is_asked_about_or_dropped(
+    desk: Desk, how: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(*given: Any, **more: Any) -> Any:
+        raise how
+
+    monkeypatch.setattr(desk.model, "checked_image", lambda source: source, raising=False)
+    monkeypatch.setattr(desk.model, "stream_infer", ends)
+    shown = {"type": "image_url", "image_url": {"url": "a.png"}}
+    desk.type("/image a.png", "What is this?")
+    assert desk.talk.shown == [shown] and desk.notes.count("the next question is about 1 image(s)") == 2
+    monkeypatch.setattr(desk.model, "stream_infer", lambda *given, **more: iter([Response("It.", 1)]))
+    desk.type("What is this?", "/image a.png", "/image -", "/image a.png", "/clear")
+    assert not desk.talk.shown and desk.notes.count("about no image") == 1
 
 
 def test_retry_without_a_question_takes_nothing_away(desk: Desk) -> None:
@@ -328,6 +350,19 @@ def test_a_question_that_does_not_fit_is_refused_and_nothing_is_left_out_for_it(
     assert desk.model.asked[-1][0]["content"] == "hello" and desk.model.asked[-1][-1]["content"] == "more"
     assert "the question takes" in desk.notes and "shorten it, or raise --session-len" in desk.notes
     assert "left out" not in desk.notes
+
+
+def test_one_answer_to_a_long_session_leaves_the_oldest_turns_out_too(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desk.model.fits, desk.talk.keep = 100, 1
+    for i in range(4):
+        desk.talk.say("user", f"question {i}, a long one")
+        desk.talk.say("assistant", f"answer {i}, a long one")
+    answer_once(desk.model, desk.talk, "the last one")
+    sent = [m["content"] for m in desk.model.asked[-1]]
+    assert (sent[0], sent[-1]) == ("question 0, a long one", "the last one") and len(desk.talk.turns) == 10
+    assert "oldest messages are left out (the first 1 are kept" in capsys.readouterr().err
 
 
 def test_saving_over_a_file_asks_first(desk: Desk, tmp_path: Path) -> None:

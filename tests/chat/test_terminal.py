@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -45,6 +51,34 @@ def test_history_survives_in_a_file_that_is_private(type_keys, tmp_path: Path) -
     assert type_keys("first" + ENTER) == ["first"]
     assert type_keys(UP + " again" + ENTER) == ["first again"]
     assert (tmp_path / "home" / "chat_history").stat().st_mode & 0o077 == 0
+
+
+def test_a_full_disk_keeps_no_question_back(type_keys, monkeypatch, capfd) -> None:  # type: ignore[no-untyped-def]
+    def full(self: object, string: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("prompt_toolkit.history.FileHistory.store_string", full)
+    assert type_keys("first" + ENTER + ENTER) == ["first"]  # the second one answers what prompt_toolkit says of errors
+    assert "Unhandled exception" not in "".join(capfd.readouterr())
+
+
+def test_an_answer_in_the_background_is_not_stopped_by_its_terminal() -> None:
+    """As of ``tool chat … -p … &`` in a shell, whose jobs have a group each."""
+    leader, follower = pty.openpty()
+    inner = "from toolkit.chat.terminal import TerminalScreen\nwith TerminalScreen().answering(): pass"
+    outer = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], process_group=0, check=True)"
+    shell = subprocess.Popen(
+        [sys.executable, "-c", outer, inner],
+        stdin=follower,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    try:
+        assert shell.wait(timeout=60) == 0
+    finally:
+        shell.kill()  # its job, which is then an orphan that is stopped, is hung up
+        os.close(leader)
+        os.close(follower)
 
 
 def test_ctrl_c_and_ctrl_d(type_keys) -> None:  # type: ignore[no-untyped-def]

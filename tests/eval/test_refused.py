@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from tests.support.refused import refusing
+from toolkit.commands.main import main
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.eval import harness
 from toolkit.eval.haystack import Asked, Grid, search
 from toolkit.eval.tasks import TASKS
 from toolkit.measure import compare
+from toolkit.serve.client import APIClient
 
 refused = refusing(UsageError)
 OURS = ", ".join(harness.OURS + name for name in TASKS)
@@ -87,6 +89,23 @@ def test_lm_eval_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=3))
     told = "lm-eval ended with code 3; what it wrote above says why"
     assert refused(lambda: harness.run_lm_eval("http://x", "m", ["arc_easy"], chat=False), ToolkitError) == told
+
+
+@pytest.mark.usefixtures("there")
+def test_what_is_lm_eval_s_goes_to_it_as_it_spells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str]) -> SimpleNamespace:
+        ran.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(APIClient, "available_models", ["m"])
+    given = ["--num_fewshot", "5", "--gen_kwargs=max-gen-toks=8", "--log-samples", "-f", "a-b"]
+    with pytest.raises(SystemExit) as left:
+        main(["eval", "lm_eval", "http://x", "--tasks", "arc_easy", *given])
+    assert left.value.code == 0
+    assert ran[0][-6:] == ["--num_fewshot", "5", "--gen_kwargs=max-gen-toks=8", "--log_samples", "-f", "a-b"]
 
 
 def test_models_that_cannot_be_compared(tmp_path: Any, tiny_models: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -109,6 +110,24 @@ def test_peak_memory() -> None:
             while len(read) < more:
                 time.sleep(0.001)
             assert memory.peak() == expected
+
+
+def test_a_peak_is_of_the_time_since_the_last_one() -> None:
+    """Though it is asked for while memory is read."""
+    amid, own = threading.Event(), threading.get_ident()
+    sizes = iter([1000.0])
+
+    def read() -> float:
+        if threading.get_ident() != own:
+            amid.set()
+            time.sleep(0.1)
+        return next(sizes, 1.0)
+
+    with PeakMemory(read, interval_s=0.001) as memory:
+        assert amid.wait(10)
+        assert memory.peak() == 1000.0
+        time.sleep(0.2)
+        assert memory.peak() == 1.0
 
 
 def test_process_memory_counts_children() -> None:

@@ -237,6 +237,25 @@ def test_the_command_on_a_server(support: Any, server: Any) -> None:
     assert "messages" in sent and "do_sample" not in sent
 
 
+@pytest.mark.parametrize(
+    ("flags", "sent"),
+    [
+        ([], {"temperature": 0.0}),
+        (["--repetition-penalty", 1.1], {"temperature": 0.0, "repetition_penalty": 1.1}),
+        (["--do-sample"], {"temperature": 1.0}),
+        (["--top-p", 0.9], {"temperature": 1.0, "top_p": 0.9}),
+        (["--greedy", "--temperature", 0.7], {"temperature": 0.0}),
+        (["--extra-body", '{"temperature": 0.3}'], {"temperature": 0.3}),
+    ],
+)
+def test_tokens_are_drawn_as_the_flags_say(server: Any, flags: list[Any], sent: dict[str, float]) -> None:
+    url, handler = server
+    args = ["profile", "api_server", url, "--num-prompts", 1, "--random-output-len", 2, *flags]
+    app(args=[str(arg) for arg in args], standalone_mode=False)
+    asked = handler.bodies[-1]
+    assert {name: asked[name] for name in ("temperature", "top_p", "repetition_penalty") if name in asked} == sent
+
+
 def test_what_a_server_says_is_shown_as_it_is(support: Any, server: Any, tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("please do refuse this one\n\nplease do answer this one")
@@ -260,6 +279,9 @@ def test_what_a_server_says_is_shown_as_it_is(support: Any, server: Any, tmp_pat
         (["http://127.0.0.1:9", "--backend", "tgi"], "--backend"),
         (["http://127.0.0.1:9", "--dataset", "/no/file"], "--dataset"),
         (["http://127.0.0.1:9", "--metric-percentiles", "101"], "--metric-percentiles"),
+        (["http://127.0.0.1:9", "--temperature", "7"], "temperature: expected"),
+        (["http://127.0.0.1:99999"], "expected the address of a server"),
+        (["http://[::1"], "expected the address of a server"),
     ],
 )
 def test_misuse_is_one_line(arguments: list[str], says: str) -> None:

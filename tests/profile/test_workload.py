@@ -13,7 +13,7 @@ from toolkit.profile.drawings import drawings
 from toolkit.profile.http_client import Client
 from toolkit.profile.options import Prompts, Traffic
 from toolkit.profile.serving import asks_of
-from toolkit.profile.workload import dataset_asks, random_asks, random_prompts
+from toolkit.profile.workload import dataset_asks, dataset_texts, random_asks, random_prompts
 
 
 class Words:
@@ -90,6 +90,14 @@ def test_other_forms(tmp_path: Path) -> None:
     assert got == {(9, 8), (8, 7), (11, 128), (14, 128), (11, 128)}
     text = write(tmp_path / "a.txt", "first prompt\nwith two lines\n\n\nsecond prompt")
     assert {len(a.token_ids) for a in dataset_asks(text, 0, Words(), 2, 1000, None)} == {27, 13}
+
+
+@pytest.mark.parametrize("name", ["role", "from"])
+def test_the_question_is_the_user_s_and_lines_end_where_json_lines_do(name: str, tmp_path: Path) -> None:
+    turns = [("system", "You are kind."), ("user", "two\u2028lines\x85"), ("assistant", "an answer")]
+    line = json.dumps({"messages": [{name: who, "content": text} for who, text in turns]}, ensure_ascii=False)
+    file = write(tmp_path / "a.jsonl", f"\ufeff{line}\r\n\n{line}")
+    assert dataset_texts(file, 0, Words(), 1, 9)[0][0] == "two\u2028lines\x85"
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,12 @@ def test_a_port_that_another_program_listens_on_first() -> None:
             listen(ours)
 
 
+@pytest.mark.parametrize("host", ["0.0.0..0", "a" * 64])
+def test_a_host_that_can_be_no_name(host: str) -> None:
+    with pytest.raises(ToolkitError, match=f"--server-name {host}: not an address of this machine"):
+        bind(host, 0)
+
+
 def test_a_port_of_the_system_s_is_bound_with_a_word(monkeypatch: Any, caplog: Any) -> None:
     with bind("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]

@@ -61,6 +61,7 @@ def test_one_answer(start: Any, client: Any, tmp_path: Path) -> None:
     [
         (["URL", "-p", "x", "--model-name", "other"], 1, "--model-name other: found echo there"),
         (["127.0.0.1:1", "-p", "x"], 2, "expected the address of a server"),
+        (["http://[::1", "-p", "x"], 2, "expected the address of a server"),
         (["http://127.0.0.1:1", "-p", "x"], 1, "cannot be reached"),
         (["URL"], 2, "standard input"),
         (["URL", "-p", " "], 2, "--prompt"),

@@ -12,6 +12,7 @@ from typing import Any
 
 from toolkit.artifacts.manifest import SCALES
 from toolkit.artifacts.output.room import check_room
+from toolkit.base.user_path import user_path
 from toolkit.errors import ToolkitError, UsageError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -36,7 +37,7 @@ def resolve_model(
     """
     if not model:
         raise UsageError("MODEL: expected a directory, a .gguf file, a hub id or demo, found an empty name")
-    path = Path(model).expanduser()
+    path = user_path(model)
     if model != "demo" and not path.exists() and is_hub_id(model):
         return _from_hub(model, revision, download_dir, progress)
     for name, value in (("--revision", revision), ("--download-dir", download_dir)):
@@ -67,7 +68,7 @@ def resolve_adapter(adapter: str, option: str, *, progress: bool = True) -> Path
     ``option`` begins the messages: what asked for it. Raises UsageError for a path that is missing or a file, and what
     ``resolve_model`` raises of the hub.
     """
-    path = Path(adapter).expanduser()
+    path = user_path(adapter)
     if not path.exists() and not is_hub_id(adapter):  # nor is there a demo adapter
         raise UsageError(f"{option}: {adapter}: no such directory, and not a hub id (owner/name)")
     if path.is_file():

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from toolkit.base.user_path import user_path
 from toolkit.batch.options import Filling
 from toolkit.errors import UsageError
 from toolkit.serve.fields.formats import ResponseFormat
@@ -79,7 +80,7 @@ class Filler:
 
 def _schema(text: str) -> dict[str, Any]:
     if not text.lstrip().startswith("{"):
-        text = _read(Path(text).expanduser())
+        text = _read(user_path(text))
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:

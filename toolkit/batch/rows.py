@@ -221,9 +221,8 @@ class Table:
             if self._ends_empty:  # else pandas takes the first column for names of rows, and all values move
                 more |= {"index_col": False, "usecols": self.columns}
         try:
-            named = glob.escape(str(self._path))  # it takes patterns
-            rows = datasets.load_dataset(self._kind, data_files=named, split="train", streaming=True, **more)
-            yield from rows
+            file = glob.escape(str(self._path))  # it is taken for a pattern
+            yield from datasets.load_dataset(self._kind, data_files=file, split="train", streaming=True, **more)
         except (ToolkitError, GeneratorExit):
             raise
         except Exception as error:  # pandas', pyarrow's and its own have no common name

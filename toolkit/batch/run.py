@@ -88,6 +88,8 @@ def open_files(
         raise UsageError(f"{path}: expected a file for the answers, found something else")
     kept = kept_beside(path)
     made = not kept.exists()
+    if made and kept != path and path.exists() and path.stat().st_size and not overwrite:
+        raise UsageError(f"{path}: is there already, and its answers, {kept}, are not; --overwrite replaces it")
     results = Results(kept)
     seen = Seen()
     try:

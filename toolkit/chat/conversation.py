@@ -43,8 +43,8 @@ class Conversation:
         return True
 
     def clear(self) -> None:
-        """Forget what was said."""
-        self.turns, self.left_out = [], 0
+        """Forget what was said and shown."""
+        self.turns, self.left_out, self.shown = [], 0, []
 
     def show(self, url: str, kind: str = "image_url") -> None:
         """A picture, or of the other ``kind`` ("video_url") a video, that the next question is about."""

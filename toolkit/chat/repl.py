@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from toolkit.base.user_path import user_path
 from toolkit.chat import settings
 from toolkit.chat.conversation import Conversation
 from toolkit.chat.messages import Message
@@ -20,7 +22,7 @@ HELP = """\
 /help                show this (also: /?)
 /system [TEXT]       show or set the system text; /system - drops it
 /image FILE          show a picture (file or URL); the next question is about it
-/video FILE          show a video (file or URL), likewise
+/video FILE          show a video (file or URL), likewise; /image - drops what was shown
 /set [NAME VALUE]    show or change sampling settings, e.g. /set temperature 0.7
 /clear               forget the conversation (also: end)
 /save FILE           write the conversation to a JSON file
@@ -137,6 +139,28 @@ def check_room(model: Model, messages: list[Message]) -> tuple[int, int] | None:
     return found
 
 
+def make_room(model: Model, talk: Conversation, note: Callable[[str], None]) -> None:
+    """Leave out the oldest turns where an answer would hardly fit behind the conversation; say so by ``note``. Raises
+    ToolkitError, nothing being left out, where the question alone is too long."""
+    before, found = talk.left_out, model.context(talk.messages())
+    if found is None:
+        return
+    taken, fits = found
+    wanted = min(talk.config.max_new_tokens or fits, fits // ROOM)
+    if taken + wanted <= fits:
+        return
+    while taken + 2 * wanted > fits and talk.leave_out():  # room for the next answer too: the cache begins anew
+        taken, _ = model.context(talk.messages()) or (0, fits)
+    try:
+        check_room(model, talk.messages())
+    except ToolkitError:
+        talk.left_out = before
+        raise
+    if count := talk.left_out - before:
+        kept = f"the first {talk.keep} are kept" if talk.keep else "--keep N keeps the first N"
+        note(f"the context is full: the {count} oldest messages are left out ({kept}; /clear forgets all)")
+
+
 def how_it_ended(whole: Response, config: GenerationConfig, more: str, shorter: str) -> str:
     """What to say about an answer that did not come to its own end; ``more``, ``shorter``: what the user can do."""
     if whole.finish_reason == "abort":
@@ -154,6 +178,19 @@ def unquoted(text: str) -> str:
     if not text.startswith(QUOTES):
         return text
     return text.removeprefix(QUOTES).rstrip().removesuffix(QUOTES).strip("\n") or text
+
+
+def _named(command: str, text: str) -> Path:
+    """The file of which ``command`` was told. Raises UsageError for a name that none can have, or that is out of
+    reach."""
+    if not text:
+        raise UsageError(f"{command}: expected a file name")
+    file = user_path(text)
+    try:
+        file.exists()
+    except OSError as e:  # too long, or not permitted
+        raise UsageError(f"{command} {text:.100}: cannot be reached: {e.strerror}") from e
+    return file
 
 
 class Repl:
@@ -193,22 +230,32 @@ class Repl:
     def handle(self, line: str) -> None:
         """Do what one input asks for; errors become one line on the screen."""
         try:
-            if line.startswith("/") and "\n" not in line:
+            if line.startswith("/") and ("\n" not in line or line.split()[0] in COMMANDS):
                 self._command(line)
             else:
-                before = list(self.conversation.turns)
-                self.conversation.say("user", unquoted(line))
-                self._answer(before)
+                self._ask(unquoted(line))
             self.after()
         except ToolkitError as e:
             self.screen.error(" ".join(str(e).split()))
+
+    def _ask(self, text: str) -> None:
+        """Ask a question. What was shown for one that gets no answer stays for the next."""
+        talk = self.conversation
+        before, shown = list(talk.turns), talk.shown
+        talk.say("user", text)
+        try:
+            self._answer(before)
+        finally:
+            if talk.turns is before and shown:
+                talk.shown = shown
+                self._note_shown()
 
     def _answer(self, before: list[Message]) -> None:
         """Answer the open question. A failure leaves the turns as they were ``before`` it; what an interrupt left
         counts."""
         talk = self.conversation
         try:
-            self._make_room()
+            make_room(self.model, talk, self.screen.note)
             whole, speed = answer(self.model, talk.messages(), talk.config, self.screen)
         except ToolkitError:
             talk.turns = before
@@ -224,33 +271,9 @@ class Repl:
         ending = how_it_ended(whole, talk.config, "/set max_new_tokens", "/clear")
         self.screen.note(", ".join(filter(None, (speed, ending))) + "\n")
 
-    def _make_room(self) -> None:
-        """Leave out the oldest turns where an answer would hardly fit behind the conversation; say so. Raises
-        ToolkitError, nothing being left out, where the question alone is too long."""
-        talk, before = self.conversation, self.conversation.left_out
-        found = self.model.context(talk.messages())
-        if found is None:
-            return
-        taken, fits = found
-        wanted = min(talk.config.max_new_tokens or fits, fits // ROOM)
-        if taken + wanted <= fits:
-            return
-        while taken + 2 * wanted > fits and talk.leave_out():  # room for the next answer too: the cache begins anew
-            taken, _ = self.model.context(talk.messages()) or (0, fits)
-        try:
-            check_room(self.model, talk.messages())
-        except ToolkitError:
-            talk.left_out = before
-            raise
-        if count := talk.left_out - before:
-            kept = f"the first {talk.keep} are kept" if talk.keep else "--keep N keeps the first N"
-            self.screen.note(
-                f"the context is full: the {count} oldest messages are left out ({kept}; /clear forgets all)"
-            )
-
     def _command(self, line: str) -> None:
-        name, _, rest = line.strip().partition(" ")
-        rest = rest.strip()
+        name = line.split()[0]
+        rest = line.removeprefix(name).strip()
         handlers: dict[str, Callable[[str], None]] = {
             "/help": self._help,
             "/system": self._system,
@@ -278,19 +301,25 @@ class Repl:
     def _show(self, kind: str, rest: str) -> None:
         if not rest:
             raise UsageError(f"/{kind}: expected a file name or a URL")
-        url = self.model.checked_image(rest) if kind == "image" else self.model.checked_video(rest)
-        self.conversation.show(url, f"{kind}_url")
+        if rest == "-":
+            self.conversation.shown = []
+        else:
+            url = self.model.checked_image(rest) if kind == "image" else self.model.checked_video(rest)
+            self.conversation.show(url, f"{kind}_url")
+        self._note_shown()
+
+    def _note_shown(self) -> None:
         kinds = [part["type"].removesuffix("_url") for part in self.conversation.shown]
         counts = [f"{kinds.count(name)} {name}(s)" for name in ("image", "video") if name in kinds]
-        self.screen.note(f"the next question is about {' and '.join(counts)}")
+        self.screen.note(f"the next question is about {' and '.join(counts) or 'no image'}")
 
     def _set(self, rest: str) -> None:
         if not rest:
             for name, value in settings.show(self.conversation.config).items():
                 self.screen.note(f"{name:<20} {'' if value is None else value}")
             return
-        name, _, text = rest.replace("=", " ", 1).partition(" ")
-        value = settings.parse(name, text.strip())
+        name = re.split(r"[\s=]", rest, maxsplit=1)[0]
+        value = settings.parse(name, rest[len(name) :].lstrip().removeprefix("=").strip())
         name = name.replace("-", "_")
         self.conversation.config = settings.change(self.conversation.config, **{name: value})
         shown = settings.show(self.conversation.config)
@@ -302,9 +331,7 @@ class Repl:
         self.screen.note("the conversation is forgotten")
 
     def _save(self, rest: str) -> None:
-        if not rest:
-            raise UsageError("/save: expected a file name")
-        file = Path(rest).expanduser()
+        file = _named("/save", rest)
         if file.exists() and not self._confirmed(f"{rest}: exists; replace it? y or n"):
             self.screen.note("not saved")
             return
@@ -319,9 +346,7 @@ class Repl:
             return False
 
     def _load(self, rest: str) -> None:
-        if not rest:
-            raise UsageError("/load: expected a file name")
-        self.conversation.load(Path(rest).expanduser())
+        self.conversation.load(_named("/load", rest))
         self.screen.note(f"{len(self.conversation.turns)} messages from {rest}")
 
     def _retry(self, rest: str) -> None:

@@ -5,12 +5,13 @@ The answer goes to standard output exactly as it comes, everything else to stand
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -69,6 +70,9 @@ class TerminalScreen:
         import termios
 
         keys = sys.stdin.fileno()
+        if _in_background(keys):
+            yield
+            return
         before = termios.tcgetattr(keys)
         quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
         termios.tcsetattr(keys, termios.TCSANOW, quiet)
@@ -88,6 +92,14 @@ class TerminalScreen:
             line = "\n".join(_wrapped(part, _columns()) for part in line.split("\n"))
         self._err.write(f"\x1b[{style}m{line}\x1b[0m\n" if self._coloured else f"{line}\n")
         self._err.flush()
+
+
+def _in_background(keys: int) -> bool:
+    """Of the terminal ``keys``, whose settings only those may change who are in front: others are stopped for it."""
+    try:
+        return os.tcgetpgrp(keys) != os.getpgrp()
+    except OSError:  # a terminal that is not this session's
+        return False
 
 
 def _columns() -> int:
@@ -114,10 +126,15 @@ def reader(history: Path, commands: tuple[str, ...], status: Callable[[], str]) 
     from prompt_toolkit.output import create_output
     from prompt_toolkit.styles import Style
 
+    class Kept(FileHistory):
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):  # a full disk, say: the question itself goes on
+                super().store_string(string)
+
     try:
         history.parent.mkdir(parents=True, exist_ok=True)
         history.touch(mode=0o600)
-        kept: FileHistory | InMemoryHistory = FileHistory(str(history))
+        kept: FileHistory | InMemoryHistory = Kept(str(history))
     except OSError:
         kept = InMemoryHistory()
     session: PromptSession[str] = PromptSession(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.base.user_path import user_path
 from toolkit.engine.load.setup import tokenizer_dir
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.measure.divergence import Divergence, perplexity_of
@@ -40,7 +41,7 @@ def compare(
     options = options or RunnerOptions(dtype="float32")
     if window < 2:
         raise UsageError(f"--window: expected 2 or more tokens, found {window}")
-    text = read_text(Path(data).expanduser())
+    text = read_text(user_path(data))
     paths = [resolve_model(name) for name in (model_a, model_b)]
     runners: list[Runner] = []
     try:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from toolkit.base.user_path import user_path
 from toolkit.configs.engine import EngineConfig, TurbomindEngineConfig
 from toolkit.engine.load.setup import Packed
 from toolkit.engine.process.frontend import AsyncEngine
@@ -43,7 +44,7 @@ def perplexity(
         raise UsageError(f"--stride: expected 1 to --window ({window}), found {stride}")
     if max_tokens is not None and max_tokens < 2:
         raise UsageError(f"--max-tokens: expected 2 or more, found {max_tokens}")
-    text = read_text(Path(data).expanduser())
+    text = read_text(user_path(data))
     if config is None:
         config = TurbomindEngineConfig()
     if config.session_len is not None and config.session_len < window:

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import h11
 import httpx2 as httpx
 
+from toolkit.base.address import split_address
 from toolkit.base.tls import checking, why
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.profile.exchange import Exchange, post
@@ -43,12 +43,9 @@ class Client:
     insecure: bool = False
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise UsageError(f"{self.url}: expected the address of a server, such as http://127.0.0.1:23333")
-        if "@" in urlsplit(self.url).netloc:
-            raise UsageError(
-                f"{urlsplit(self.url).hostname}: expected an address without user and password; use --api-key"
-            )
+        parts = split_address(self.url)
+        if "@" in parts.netloc:
+            raise UsageError(f"{parts.hostname}: expected an address without user and password; use --api-key")
         # Made once: it takes longer than many a first token.
         self._tls = checking(self.insecure) if self.url.startswith("https://") else None
         self.url = self.url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -53,6 +53,7 @@ class PeakMemory:
         self._read = read
         self._interval = interval_s
         self._peak = read()
+        self._reading = threading.Lock()  # else a peak told meanwhile would come back as the next one's
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -71,9 +72,11 @@ class PeakMemory:
 
     def _sample(self) -> None:
         while not self._stop.wait(self._interval):
-            self._peak = max(self._peak, self._read())
+            with self._reading:
+                self._peak = max(self._peak, self._read())
 
     def peak(self) -> float:
-        found = max(self._peak, self._read())
-        self._peak = 0.0
+        with self._reading:
+            found = max(self._peak, self._read())
+            self._peak = 0.0
         return found

@@ -14,6 +14,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.pictures import Picture
 
 MIN_TOKENS = 4  # shorter questions and answers of a dataset measure nothing
+INSTRUCTS = ("system", "developer")  # whose turn before the first question is none
 # Of random texts: words that most tokenizers know as one token each.
 WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
@@ -115,7 +116,7 @@ def random_texts(seed: int, tokenizer: Encoder | None, count: int, length: int) 
 def _read_pairs(file: Path) -> list[tuple[str, str | None]]:
     """(question, answer or None) from ShareGPT's JSON, JSON lines, or a text with blank lines between prompts."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not UTF-8 text"
         raise UsageError(f"--dataset {file}: cannot be read ({why}); expected 'random' or a file") from error
@@ -137,7 +138,7 @@ def _read_pairs(file: Path) -> list[tuple[str, str | None]]:
 def _entries(file: Path, text: str) -> Sequence[Any]:
     try:
         if file.suffix == ".jsonl":
-            return [parse_json(line, f"--dataset {file}") for line in text.splitlines() if line.strip()]
+            return [parse_json(line, f"--dataset {file}") for line in text.split("\n") if line.strip()]
         data = parse_json(text, f"--dataset {file}")
     except ToolkitError as error:
         raise UsageError(str(error)) from error
@@ -154,7 +155,10 @@ def _pair(entry: Any) -> tuple[str, str | None] | None:
         return None
     turns = entry.get("conversations") or entry.get("conversation") or entry.get("messages")
     if isinstance(turns, list):
-        found = [turn.get("value", turn.get("content")) for turn in turns if isinstance(turn, dict)]
+        said = (
+            turn for turn in turns if isinstance(turn, dict) and turn.get("from", turn.get("role")) not in INSTRUCTS
+        )
+        found = [turn.get("value", turn.get("content")) for turn in said]
         texts = [text for text in found if isinstance(text, str)]
         if len(texts) >= 2:
             return texts[0], texts[1]

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
+from toolkit.base.address import split_address
 from toolkit.base.tls import checking, why
-from toolkit.errors import ToolkitError, UsageError
+from toolkit.errors import ToolkitError
 
 Piece = tuple[str, int, str | None]  # text, tokens so far (pieces until the server has told), finish_reason at the end
 
@@ -26,8 +27,7 @@ class APIClient:
     def __init__(
         self, api_server_url: str, api_key: str | None = None, timeout: float | None = 600, insecure: bool = False
     ) -> None:
-        if not api_server_url.startswith(("http://", "https://")):
-            raise UsageError(f"{api_server_url}: expected the address of a server, such as http://127.0.0.1:23333")
+        split_address(api_server_url)
         self.url = api_server_url.rstrip("/").removesuffix("/v1").rstrip("/")
         self._talks: dict[int, list[dict[str, Any]]] = {}
         self.headers = {"Content-Type": "application/json"}

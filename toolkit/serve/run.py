@@ -83,8 +83,9 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise ToolkitError(f"--server-name {host}: not an address of this machine ({error.strerror})") from error
+    except (OSError, UnicodeError) as error:  # the latter of a name with two dots in a row
+        told = getattr(error, "strerror", None) or error
+        raise ToolkitError(f"--server-name {host}: not an address of this machine ({told})") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)

@@ -276,6 +276,12 @@ MARKDOWN = [
     ("# C#\n#\n## b  ##  ", "<h1>C#</h1><h1></h1><h2>b</h2>"),
     ("a|b\n---", "<p>a|b</p><hr>"),
     ("3. x\n4. y", '<ol start="3"><li>x</li><li>y</li></ol>'),
+    (
+        "1. a\n- b\n  - c\n\n2. d\n  * e",
+        '<ol start="1"><li>a</li></ol><ul><li>b<ul><li>c</li></ul></li></ul>'
+        '<ol start="2"><li>d</li></ol><ul><li>e</li></ul>',
+    ),
+    ("***a*** b", "<p><em><strong>a</strong></em> b</p>"),
     ("> q\n> *r*", "<blockquote><p>q\n<em>r</em></p></blockquote>"),
     ("| a | b |\n|:-:|--:|\n| 1 | 2 |", None),
     ("a & b < c", "<p>a &amp; b &lt; c</p>"),

@@ -68,16 +68,28 @@ def check_plot(option: str, file: Path | str | None) -> None:
     _check(option, Path(file), earlier, "a picture that this tool drew")
 
 
-def append_csv(option: str, file: Path, row: Mapping[str, Any]) -> None:
-    """Append ``row`` to a table, whose first line is made of its keys. Raises UsageError."""
+def append_csv(option: str, file: Path, *rows: Mapping[str, Any]) -> None:
+    """Append ``rows``, one or more, to a table, whose first line is made of their keys. Raises UsageError."""
     try:
-        with file.open("a+", newline="", encoding="utf-8") as handle:
-            writer = csv.DictWriter(handle, list(row))
-            if handle.tell() == 0:
+        end = _last_byte(file)
+        with file.open("a", newline="", encoding="utf-8") as handle:
+            writer = csv.DictWriter(handle, list(rows[0]))
+            if not end:
                 writer.writeheader()
-            writer.writerow(row)
+            elif end != b"\n":  # an editor has left the last line open
+                handle.write(writer.writer.dialect.lineterminator)
+            writer.writerows(rows)
     except OSError as error:
-        raise UsageError(f"{option} {file}: cannot be written ({error.strerror})") from error
+        raise UsageError(f"{option} {file}: cannot be written ({error.strerror or error})") from error
+
+
+def _last_byte(file: Path) -> bytes:
+    """Of a file; none of one that is empty or new, or of a device or pipe."""
+    if _is_special(file) or not file.exists() or not file.stat().st_size:
+        return b""
+    with file.open("rb") as handle:
+        handle.seek(-1, os.SEEK_END)
+        return handle.read()
 
 
 def write_text(option: str, file: Path, text: str) -> None:

@@ -80,7 +80,7 @@ def _start(
     except RunnerError as e:
         advice = "a smaller --cache-max-entry-count or --session-len may help"
         raise ToolkitError(f"{setup.path}: the {runner.name} runner cannot start: {e}; {advice}") from e
-    shelf, moving, adapters = _open_elsewhere(setup, runner, progress)
+    shelf, moving, adapters = _open_elsewhere(setup, runner, progress, opened)
     core = EngineCore(
         runner,
         EngineOptions(
@@ -134,7 +134,7 @@ def _planned(
 
 
 def _open_elsewhere(
-    setup: Setup, runner: Runner, progress: Progress
+    setup: Setup, runner: Runner, progress: Progress, opened: ExitStack
 ) -> tuple[Shelf | None, Moving | None, tuple[str, ...]]:
     """What keeps blocks beside the cache, what hands them over, and what tells each adapter's blocks from others'."""
     if setup.config.kv_cache_dir is None and setup.config.role == EngineRole.Hybrid:
@@ -143,6 +143,8 @@ def _open_elsewhere(
     from toolkit.engine.load.moving import open_moving
 
     shelf, moving = open_shelf(setup, runner, progress), open_moving(setup, runner, progress)
+    if moving is not None:
+        opened.callback(moving.close)
     return shelf, moving, () if shelf is None and moving is None else adapter_digests(setup)
 
 

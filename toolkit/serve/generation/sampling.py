@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
+from toolkit.base.user_path import user_path
 from toolkit.chat import settings
 from toolkit.configs.checks import shown
 from toolkit.configs.generation import TYPED, GenerationConfig
@@ -25,7 +26,7 @@ def choose_defaults(wanted: str, model_dir: Path | None) -> GenerationConfig:
     """
     if wanted in ("auto", "toolkit"):
         return settings.of_model(model_dir) if wanted == "auto" and model_dir is not None else settings.GREEDY
-    file = Path(wanted).expanduser()
+    file = user_path(wanted)
     file = file / "generation_config.json" if file.is_dir() else file
     if file.is_file():
         return settings.of_file(file)

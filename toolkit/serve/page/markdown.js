@@ -13,6 +13,7 @@ const INLINE = new RegExp(
   [
     /\\(?<escaped>[\\`*_{}[\]()#+\-.!~|<>$])/,
     /(?<!`)(?<ticks>`+)(?<code>[^`](?:.{0,500}?[^`])?)\k<ticks>(?!`)/,
+    /\*\*\*(?<both>[^\s*](?:.{0,500}?\S)?)\*\*\*/,
     /\*\*(?<strong>[^\s*](?:.{0,500}?\S)?)\*\*/,
     /(?<!\w)__(?<strong2>[^\s_](?:.{0,500}?\S)?)__(?!\w)/,
     /\*(?<em>[^\s*](?:[^*\n]{0,500}?[^\s*])?)\*/,
@@ -90,10 +91,19 @@ function interrupts(line) {
   return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || ITEM.test(line);
 }
 
+const numbered = (item) => /\d/.test(item[2]);
+
 function listEnd(lines, i) {
+  const first = ITEM.exec(lines[i]);
+  let inside = first[0].length; // as in `list`
   let end = i + 1;
   while (end < lines.length) {
     const line = lines[end];
+    const item = ITEM.exec(line);
+    if (item && item[1].length < inside) {
+      if (numbered(item) !== numbered(first)) break; // that is another list, and numbers go on behind it
+      inside = item[0].length;
+    }
     if (!line.trim()) {
       const next = ahead(lines, end, (each) => !each.trim());
       if (next >= lines.length || !(/^ {2,}\S/.test(lines[next]) || ITEM.test(lines[next]))) break;
@@ -132,7 +142,7 @@ function code(lines) {
 
 function list(lines, deeper) {
   const first = ITEM.exec(lines[0]);
-  const ordered = /\d/.test(first[2]);
+  const ordered = numbered(first);
   const items = [];
   let inside = 2; // how far an item's own lines are indented
   for (const line of lines) {
@@ -173,6 +183,7 @@ function inline(text, depth = 0) {
     from = found.index + found[0].length;
     if (g.escaped) nodes.push(g.escaped);
     else if (g.code) nodes.push(make("code", { textContent: g.code }));
+    else if (g.both) nodes.push(make("em", {}, make("strong", {}, ...inner(g.both))));
     else if (g.strong ?? g.strong2) nodes.push(make("strong", {}, ...inner(g.strong ?? g.strong2)));
     else if (g.em ?? g.em2) nodes.push(make("em", {}, ...inner(g.em ?? g.em2)));
     else if (g.gone) nodes.push(make("del", {}, ...inner(g.gone)));
