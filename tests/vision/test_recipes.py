@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from toolkit.artifacts.recipe import open_recipe
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import fit_recipe
@@ -184,6 +187,25 @@ def test_a_canvas_is_one_that_the_tower_knows() -> None:
     with pytest.raises(ToolkitError, match="max_image_tiles: found 1, expected as many as one of"):
         vision["supported_aspect_ratios"] = [[1, 2]]
         make(Fields({**tiny.fields, "vision_config": vision}), Fields({**tiny.preprocessor, "max_image_tiles": 1}))
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_what_transformers_5_has_saved_counts_before_older_files(nested: bool, tmp_path: Path) -> None:
+    tiny = get("qwen2_vl").tiny[0]
+    image, video = {**tiny.preprocessor, "max_pixels": 14 * 14 * 20}, {"fps": 1}
+    files = {
+        "config": {**tiny.fields, "architectures": ["Qwen2VLForConditionalGeneration"]},
+        "preprocessor_config": dict(tiny.preprocessor),
+        "video_preprocessor_config": {"fps": 3},
+        "processor_config": {"image_processor": image, "video_processor": video}
+        if nested
+        else {"video_processor": None},
+    }
+    for name, values in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    found = open_recipe(tmp_path)
+    assert found is not None and found.video is not None
+    assert (found.most, found.video.fps) == ((14 * 14 * 20, 1.0) if nested else (14 * 14 * 40, 3.0))
 
 
 def test_an_absent_patch_size_of_pixtral_is_16() -> None:
