@@ -29,7 +29,8 @@ from toolkit.artifacts.engine.files import open_engine, write_engine
 from toolkit.artifacts.engine.torch_target import pack_codes, pack_torch, torch_weights, unpack_codes
 from toolkit.artifacts.formats import awq, w8a8
 from toolkit.artifacts.json_file import write_json_object
-from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.artifacts.side_files import copy_side_files
+from toolkit.artifacts.text.tokenizer import SLOW_FILES, Tokenizer
 from toolkit.artifacts.weight_files import safetensors_file
 from toolkit.artifacts.weight_files.safetensors_file import PAGE, read_header, write_tensors
 from toolkit.artifacts.weights import canonical_weights
@@ -131,6 +132,15 @@ def test_chat_templates_in_files_of_their_own_go_along(tiny_checkpoint: Any, tmp
     convert(str(model), tmp_path / "e")
     assert Tokenizer.open(tmp_path / "e").chat_templates["tool_use"] == "{{ tools }}"
     convert(str(model), tmp_path / "e", overwrite=True)  # the folder is the artifact's own
+
+
+@pytest.mark.parametrize("name", SLOW_FILES)
+def test_a_tokenizer_of_any_name_goes_along(tiny_models: Any, tmp_path: Path, name: str) -> None:
+    model = shutil.copytree(tiny_models("llama"), tmp_path / "model")
+    (model / name).write_bytes(b"pieces")
+    (tmp_path / "next").mkdir()
+    copy_side_files(open_checkpoint(model), tmp_path / "next")
+    assert (tmp_path / "next" / name).read_bytes() == b"pieces"
 
 
 def test_awq_does_not_grow(tiny_models: Any, tmp_path: Path) -> None:

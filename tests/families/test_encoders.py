@@ -20,7 +20,7 @@ from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.engine.pooling import open_head
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.registry import get, load_spec, names
+from toolkit.models.registry import get, load_spec, names, text_head
 from toolkit.models.spec.check import check_spec
 from toolkit.quant.lite import Common, auto_awq, smooth_quant
 from toolkit.quant.options import Awq, SmoothQuant
@@ -257,13 +257,14 @@ def test_other_poolings_are_named(change: dict[str, Any], told: str, tiny_models
         open_head(made, "max")
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "modernbert", "gte", "nomic_bert"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "modernbert", "gte", "nomic_bert", "eurobert"])
 @pytest.mark.parametrize("labels", [1, 3])
 def test_scores_are_transformers(family: str, labels: int, tiny_models: Any, tmp_path: Path) -> None:
     """Of a classifier's checkpoint, and of an artifact."""
     from transformers import AutoModelForSequenceClassification
 
-    path = tiny_models(family, labels=labels)
+    own = {"eurobert": {"classifier_pooling": "bos" if labels == 1 else "mean"}}
+    path = tiny_models(family, labels=labels, **own.get(family, {}))
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
     ids = texts(25)[0]
     with torch.inference_mode():
@@ -280,6 +281,13 @@ def test_scores_are_transformers(family: str, labels: int, tiny_models: Any, tmp
         else:
             with pytest.raises(UsageError, match="one label to rank by, found 3"):
                 head.score(row)
+
+
+@pytest.mark.parametrize("told", [{}, {"classifier_pooling": "late"}])
+def test_a_classifier_that_scores_each_token_is_no_embedding(told: dict[str, str]) -> None:
+    config = {"architectures": ["EuroBertForSequenceClassification"], "model_type": "eurobert", **told}
+    with pytest.raises(ToolkitError, match="classifier_pooling: found late, expected bos or mean"):
+        text_head(config, "config.json")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])

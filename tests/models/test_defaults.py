@@ -7,9 +7,11 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from toolkit.errors import ToolkitError
+from toolkit.models.config.fields import Fields
 from toolkit.models.positions import reach
 from toolkit.models.registry import apply_overrides, build, get, names
 from toolkit.models.rope import inv_freq
+from toolkit.models.tiny import SIZES as TINY
 
 SIZES = dict(
     vocab_size=1000,
@@ -111,6 +113,14 @@ def test_internlm3_s_biases_in_both_spellings(flags, has):
 def test_a_tied_phi_would_lose_a_bias():
     with pytest.raises(ToolkitError, match=r"config\.json: tie_word_embeddings: found True, expected false"):
         build({"architectures": ["PhiForCausalLM"], **SIZES, "tie_word_embeddings": True})
+
+
+def test_qwen_2_5_vl_s_tower_has_layers_without_windows_where_the_config_does_not_say_which():
+    fields = get("qwen2_5_vl").tiny[0].fields
+    vision = {**fields["vision_config"], "depth": 10, "fullatt_block_indexes": None}
+    text = {**TINY, **fields["text_config"]}
+    spec, _ = get("qwen2_5_vl").build(Fields({**fields, "text_config": text, "vision_config": vision}))
+    assert spec.vision.tower.full == (7,)
 
 
 def test_ernie_under_its_first_name():

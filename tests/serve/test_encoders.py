@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 
 from tests.serve.asking import ask
 from toolkit import PytorchEngineConfig
+from toolkit.serve.generation.read import encode_embedded, encode_pair
 
 PAIR = {
     "type": "TemplateProcessing",
@@ -92,6 +95,29 @@ def test_what_is_too_long_is_refused_or_cut(served: Any) -> None:
         assert status == 200 and reply["usage"]["prompt_tokens"] == 512
     status, reply = ask(url, "/v1/embeddings", {"model": "tiny", "truncate_prompt_tokens": 9, "input": long})
     assert reply["usage"]["prompt_tokens"] == 9
+
+
+class Words:
+    """A tokenizer whose tokens are words, however long they are."""
+
+    def encode(self, text: str, most: int | None = None, add_special_tokens: bool = True) -> list[int]:
+        return [len(word) for word in text.split()[:most]]
+
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], int]:
+        return (self.encode(first) + self.encode(second))[:most], 0
+
+
+@pytest.mark.parametrize("most", [-1, 9])
+def test_a_text_of_long_words_is_cut_where_its_tokens_end(most: int) -> None:
+    async def run(work: Callable[[], Any], size: int) -> Any:
+        return work()
+
+    words, lengths = Words(), [*range(20, 70)]
+    engine, lanes = SimpleNamespace(tokenizer=words, session_len=41), SimpleNamespace(run=run)
+    state: Any = SimpleNamespace(embedded=words, engine=engine, lanes=lanes)
+    text, limit = "  ".join("x" * length for length in lengths), 40 if most < 0 else most
+    assert asyncio.run(encode_embedded(state, text, "input", most)) == lengths[:limit]
+    assert asyncio.run(encode_pair(state, "abc", text, "documents.0", most))[0] == [3, *lengths][:limit]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

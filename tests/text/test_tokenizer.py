@@ -163,6 +163,8 @@ def test_chat_template_sources_in_order(tokenizer_dirs: dict[str, Path], tmp_pat
     named = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
     path = edit(tokenizer_dirs["byte_level"], tmp_path / "t", chat_template=named)
     assert Tokenizer.open(path).chat_templates == {"default": "A", "tool_use": "B"}
+    (path / "processor_config.json").write_text('{"chat_template": "P"}')
+    assert Tokenizer.open(path).chat_template == "P"
     (path / "chat_template.jinja").write_text("C", encoding="utf-8")
     assert Tokenizer.open(path).chat_template == "C"
     assert Tokenizer.open(tokenizer_dirs["byte_level"]).chat_template is None

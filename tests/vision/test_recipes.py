@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from toolkit.artifacts.recipe import open_recipe
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import fit_recipe
@@ -32,6 +35,7 @@ SCANS = {
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in SEEING),
     ("llava", {"do_pad": True}),
+    ("llava", {"size": 28, "crop_size": 28}),
     ("gemma3", SCANS),
     ("internlmxcomposer2-1", {}),
     ("internlmxcomposer2-2", {}),
@@ -117,6 +121,15 @@ def test_numbers_stand_before_pictures_where_the_model_knows_them(shape: int, na
     assert text.startswith("<image_id>0</image_id>") == named == ("image_id" in text)
 
 
+@pytest.mark.parametrize(("kinds", "alone"), [(("image", "video"), True), (("image", "video", "image"), False)])
+def test_a_video_beside_a_picture_leaves_it_the_only_one(kinds: tuple[str, ...], alone: bool) -> None:
+    tiny, make = get("llava_onevision").tiny[0], get("llava_onevision").recipe
+    assert make is not None
+    parts = [{"type": f"{kind}_data", f"{kind}_data": {"data": b""}} for kind in kinds]
+    asked = Eyes(make(Fields(tiny.fields), Fields(tiny.preprocessor))).asked([{"role": "user", "content": parts}])
+    assert {one.alone for one in asked if not one.video} == {alone}
+
+
 @pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
 def test_canvases_are_cut_into_whole_tiles(name: str) -> None:
     make = get(name).recipe
@@ -138,6 +151,33 @@ def test_patches_that_become_one_token_are_all_there(name: str, part: str) -> No
         get(name).build(Fields(config))
 
 
+@pytest.mark.parametrize("name", ["glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"])
+def test_patches_are_of_the_size_that_the_tower_reads(name: str) -> None:
+    """Of others a picture would have more rows than places, and some of them would be left out."""
+    tiny, make = get(name).tiny[0], get(name).recipe
+    assert make is not None
+    given = {key: value for key, value in tiny.preprocessor.items() if key != "patch_size"}
+    side = tiny.fields["vision_config"]["patch_size"]
+    assert make(Fields(tiny.fields), Fields(given)).unit == 2 * side
+    assert make(Fields({}), Fields({})).unit == (32 if "3" in name else 28)
+    for field, theirs, found, wanted in (
+        ("patch_size", "patch_size", 8, side),
+        ("merge_size", "spatial_merge_size", 3, 2),
+    ):
+        with pytest.raises(ToolkitError, match=f"{field}: found {found}, expected {wanted}, the tower's {theirs}"):
+            make(Fields(tiny.fields), Fields({**given, field: found}))
+
+
+def test_where_nothing_is_cut_there_need_be_no_thumbnail() -> None:
+    """As InternVL 1.1 and 1.2 say."""
+    tiny, make = get("internvl_chat").tiny[0], get("internvl_chat").recipe
+    assert make is not None
+    config = {**tiny.fields, "dynamic_image_size": False, "use_thumbnail": False}
+    assert len(prepare(make(Fields(config), Fields(tiny.preprocessor)), picture(300, 10)).pixels) == 1
+    with pytest.raises(ToolkitError, match="use_thumbnail: found False, expected true"):
+        make(Fields({**config, "dynamic_image_size": True}), Fields(tiny.preprocessor))
+
+
 def test_a_canvas_is_one_that_the_tower_knows() -> None:
     make, tiny = get("mllama").recipe, get("mllama").tiny[0]
     assert make is not None
@@ -147,6 +187,25 @@ def test_a_canvas_is_one_that_the_tower_knows() -> None:
     with pytest.raises(ToolkitError, match="max_image_tiles: found 1, expected as many as one of"):
         vision["supported_aspect_ratios"] = [[1, 2]]
         make(Fields({**tiny.fields, "vision_config": vision}), Fields({**tiny.preprocessor, "max_image_tiles": 1}))
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_what_transformers_5_has_saved_counts_before_older_files(nested: bool, tmp_path: Path) -> None:
+    tiny = get("qwen2_vl").tiny[0]
+    image, video = {**tiny.preprocessor, "max_pixels": 14 * 14 * 20}, {"fps": 1}
+    files = {
+        "config": {**tiny.fields, "architectures": ["Qwen2VLForConditionalGeneration"]},
+        "preprocessor_config": dict(tiny.preprocessor),
+        "video_preprocessor_config": {"fps": 3},
+        "processor_config": {"image_processor": image, "video_processor": video}
+        if nested
+        else {"video_processor": None},
+    }
+    for name, values in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    found = open_recipe(tmp_path)
+    assert found is not None and found.video is not None
+    assert (found.most, found.video.fps) == ((14 * 14 * 20, 1.0) if nested else (14 * 14 * 40, 3.0))
 
 
 def test_an_absent_patch_size_of_pixtral_is_16() -> None:

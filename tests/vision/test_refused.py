@@ -47,12 +47,19 @@ def test_pictures() -> None:
 @pytest.mark.parametrize(
     ("family", "options", "told"),
     [
-        ("internvl", {"detail": "odd"}, "detail: expected auto, low, medium, high, found 'odd'"),
+        ("internvl", {"detail": "odd"}, "detail: expected auto, low, medium, high, original, found 'odd'"),
         ("qwen2_vl", {"max_pixels": 1}, "max_pixels: expected at least "),
     ],
 )
 def test_options_of_pictures(family: str, options: dict[str, Any], told: str) -> None:
     assert told in refused(lambda: eyes(family).look(asking(1, **options)))
+
+
+def test_what_openai_calls_original_is_cut_into_the_most_tiles() -> None:
+    tokens = {
+        detail: eyes("internvl").look(asking(1, detail=detail))[0].tokens for detail in ("low", "high", "original")
+    }
+    assert tokens["low"] < tokens["high"] == tokens["original"]
 
 
 def test_frames_of_several_sizes() -> None:

@@ -26,10 +26,10 @@ def open_recipe(directory: Path) -> Recipe | None:
 
 
 def _processor(directory: Path, name: str, part: str) -> tuple[str, dict[str, Any]]:
-    """(the file's name, its object): one of its own, else a part of the whole processor's."""
-    if (directory / name).is_file():
-        return name, read_json_object(directory / name)
+    """(the file's name, its object): a part of the whole processor's, else one of its own. Transformers 5 looks for
+    them in this order, and where it has saved a processor the older file may still lie beside."""
     if (directory / (whole := "processor_config.json")).is_file():
         inner = read_json_object(directory / whole).get(part)
-        return whole, inner if isinstance(inner, dict) else {}
-    return name, {}
+        if isinstance(inner, dict):
+            return whole, inner
+    return name, read_json_object(directory / name) if (directory / name).is_file() else {}

@@ -13,6 +13,8 @@ from toolkit.artifacts.text_head import POOLING_CONFIGS, pooling_config, write_h
 _TEXTS_AND_PICTURES = (
     "tokenizer*.json",
     "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",

@@ -30,7 +30,8 @@ from toolkit.vision.recipes import prepare
 from toolkit.vision.spelling import spelled
 from toolkit.vision.videos import watch
 
-DETAIL = {"low": 6, "medium": 12, "high": MOST_TILES}  # tiles, as LMDeploy has them
+# Tiles, as LMDeploy has them; OpenAI's "original" keeps all that there is.
+DETAIL = {"low": 6, "medium": 12, "high": MOST_TILES, "original": MOST_TILES}
 MOST_FPS = 120
 LIMIT = flag("limit_mm_per_prompt")
 # Options of a single picture → kind of recipe that knows them, its field.
@@ -67,10 +68,12 @@ class Eyes:
     def asked(self, messages: Any) -> list[Asked]:
         """The pictures and videos of OpenAI messages, in order. Raises UsageError where there are too many."""
         found = _pictures(messages)
-        self._check_count([is_video(part) for _, part in found])
+        videos = [is_video(part) for _, part in found]
+        self._check_count(videos)
         if found:
             extras.require("torch", "messages: images")  # towers run in it, whatever runs the language model
-        return [Asked(where, *source_of(part), is_video(part), len(found) <= self.recipe.few) for where, part in found]
+        few = videos.count(False) <= self.recipe.few
+        return [Asked(where, *source_of(part), is_video(part), few) for where, part in found]
 
     def fetches(self, one: Asked) -> bool:
         """Whether ``one`` is another host's."""

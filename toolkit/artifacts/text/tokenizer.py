@@ -367,8 +367,9 @@ def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
             f"{path / 'tokenizer_config.json'}: chat_template: expected a string or a list of {{name, template}}, "
             f"found {type(value).__name__}"
         )
-    if isinstance(text := _optional(path / "chat_template.json").get("chat_template"), str):
-        found["default"] = text
+    for name in ("chat_template.json", "processor_config.json"):  # what older processors have theirs in
+        if isinstance(text := _optional(path / name).get("chat_template"), str):
+            found["default"] = text
     for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
         found[file.stem] = _read_text(file)
     if (path / "chat_template.jinja").is_file():

@@ -74,7 +74,8 @@ def clip_recipe(tower: Fields, config: Fields, **changes: Any) -> Recipe:
     """The short side to one length, then the middle; or a square where the config gives both sides (SigLIP)."""
     image, patch = side(tower, "image_size", 336), side(tower, "patch_size", 14)
     siglip = tower.values.get("model_type") == "siglip_vision_model"
-    size = config.nested("size")
+    one = type(config.values.get("size")) is int  # the short side of CLIP's, both of SigLIP's
+    size = None if one else config.nested("size")
     square = siglip if size is None else not size.has("shortest_edge")
     short = both_sides(config, "size", (image, image))
     crop = short if square else both_sides(config, "crop_size", (image, image))
@@ -173,13 +174,15 @@ def canvases(
     return tuple((c[0], c[1]) for c in value)
 
 
-def area_recipe(config: Fields) -> Recipe:
+def area_recipe(tower: Fields, config: Fields) -> Recipe:
     """Qwen2-VL's: both sides to multiples of a token's, so many pixels at least and at most."""
     size = config.inner("size")
     limit = 1 << 30
     least = size.integer("shortest_edge", default=56 * 56, high=limit)
     most = size.integer("longest_edge", default=28 * 28 * 1280, high=limit)
-    unit = config.integer("patch_size", default=14, high=1024) * config.integer("merge_size", default=2, high=16)
+    unit = _as_tower(config, "patch_size", tower, "patch_size", 14) * _as_tower(
+        config, "merge_size", tower, "spatial_merge_size", 2
+    )
     return Recipe(
         kind="area",
         size=(0, 0),
@@ -191,6 +194,15 @@ def area_recipe(config: Fields) -> Recipe:
         token="<|image_pad|>",
         **colours(config),
     )
+
+
+def _as_tower(config: Fields, name: str, tower: Fields, theirs: str, default: int) -> int:
+    """What the tower has as ``theirs``: of patches of another size the places of a picture's rows would be too few or
+    too many. Raises ToolkitError where ``name`` says otherwise."""
+    wanted = side(tower, theirs, default)
+    if (found := side(config, name, wanted)) != wanted:
+        config.fail(name, found, f"{wanted}, the tower's {theirs}")
+    return wanted
 
 
 def split_recipe(tower: Fields, config: Fields, factor: int) -> Recipe:

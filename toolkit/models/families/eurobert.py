@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from toolkit.models.classifier import labels_of, told_sigmoid
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.encoder import NO_GGUF
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import EncoderSpec
+from toolkit.models.spec import EncoderSpec, HeadLayer, TextHead
 
 
 def build(config: Fields) -> Built:
@@ -24,6 +25,15 @@ def build(config: Fields) -> Built:
     )
 
 
+def _classifier(config: Fields) -> TextHead:
+    """Its default, "late", scores each token and takes the mean of that: no score of one state."""
+    pooling = config.values.get("classifier_pooling") or "late"
+    if pooling not in ("bos", "mean"):
+        config.fail("classifier_pooling", pooling, "bos or mean, the other ways to score are not built here")
+    layers = (HeadLayer("dense", activation="gelu"), HeadLayer("classifier"))
+    return TextHead("mean" if pooling == "mean" else "cls", layers, labels_of(config), told_sigmoid(config))
+
+
 FAMILY = Family(
     "eurobert",
     "EuroBERT 210M, 610M, 2.1B",
@@ -33,4 +43,5 @@ FAMILY = Family(
     NO_GGUF,
     spellings=tuple((part, f"model.{part}") for part in ("embed_tokens", "layers.", "norm")),
     encodes=True,
+    classifier=_classifier,
 )

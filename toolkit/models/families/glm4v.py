@@ -77,7 +77,7 @@ def build(config: Fields) -> Built:
 
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
-    made = area_recipe(preprocessor.filled({"size": SIZE}))
+    made = area_recipe(config.inner("vision_config"), preprocessor.filled({"size": SIZE}))
     return replace(
         made,
         least=-(-made.least // 2),

@@ -78,8 +78,9 @@ def build(config: Fields) -> Built:
 
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
-    config.only("", use_thumbnail=True)
     tiled = config.flag("dynamic_image_size", True)
+    if tiled:  # 1.1 and 1.2 cut nothing, and say that they have none
+        config.only("", use_thumbnail=True)
     colours = preprocessor.filled({"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)})
     tiles = {
         "min_patches": config.integer("min_dynamic_patch", default=1, high=256) if tiled else 1,

@@ -19,6 +19,7 @@ from toolkit.models.towers import activation
 from toolkit.models.videos import Video
 from toolkit.models.vision import VisionSpec
 
+FULL = (7, 15, 23, 31)  # layers without windows, where the config does not say
 WINDOW = 112  # pixels along a side, of released models and of all in llama.cpp
 
 
@@ -34,7 +35,8 @@ def build(config: Fields) -> Built:
     )
     merge = vision.integer("spatial_merge_size", default=2, high=16)
     window = vision.integer("window_size", default=WINDOW, high=1 << 16) // (plain.patch * merge) * merge
-    full = tuple(sorted(vision.indices("fullatt_block_indexes", plain.layers)))
+    whole_ones = vision.filled({"fullatt_block_indexes": [i for i in FULL if i < plain.layers]})
+    full = tuple(sorted(whole_ones.indices("fullatt_block_indexes", plain.layers)))
     made = replace(plain, window=window, full=full)
     return whole(config, made, {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")})
 

@@ -96,7 +96,7 @@ def build(config: Fields) -> Built:
 
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
-    return area_recipe(preprocessor)
+    return area_recipe(config.inner("vision_config"), preprocessor)
 
 
 PIXELS = (128 * 28 * 28, 768 * 28 * 28)  # of a frame

@@ -64,7 +64,7 @@ FAMILY = Family(
     build,
     (tiny(dict(qwen3_5_text.FAMILY.tiny[0].fields)),),
     qwen3_vl.mmproj("qwen3_5", qwen3_5_text.GGUF),
-    recipe=qwen2_vl.recipe,
+    recipe=qwen3_vl.recipe,
     video=qwen3_vl.video,
     spellings=SPELLINGS,
     blind="qwen3_5_text",

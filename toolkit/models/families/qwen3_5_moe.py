@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
-from toolkit.models.families import qwen2_vl, qwen3_5, qwen3_5_moe_text, qwen3_vl
+from toolkit.models.families import qwen3_5, qwen3_5_moe_text, qwen3_vl
 from toolkit.models.family import Family
 from toolkit.models.towers import language_of
 
@@ -21,7 +21,7 @@ FAMILY = Family(
     build,
     (qwen3_5.tiny(dict(qwen3_5_moe_text.FAMILY.tiny[0].fields)),),
     qwen3_vl.mmproj("qwen3_5_moe", qwen3_5_moe_text.GGUF),
-    recipe=qwen2_vl.recipe,
+    recipe=qwen3_vl.recipe,
     video=qwen3_vl.video,
     spellings=qwen3_5.SPELLINGS,
     blind="qwen3_5_moe_text",

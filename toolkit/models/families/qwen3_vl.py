@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.models.config.fields import Fields
+from toolkit.models.config.preprocessor import area_recipe
 from toolkit.models.config.videos import area_video
 from toolkit.models.decoder import Built
 from toolkit.models.families import qwen2_vl, qwen3
@@ -31,6 +32,10 @@ SPELLING = qwen2_vl.BLOCKS | {
 }
 
 
+def vision_fields(config: Fields) -> Fields:
+    return config.over("vision_config", {"depth": 27, "patch_size": 16})
+
+
 def merger(name: str, hidden: int, outputs: int, factor: int, late: bool) -> tuple[Stage, ...]:
     """Four patches a row. ``late``: the norm comes behind the merge."""
     wide = hidden * factor**2
@@ -48,7 +53,7 @@ def parts(
 ) -> tuple[VisionSpec, list[StoredTensor]]:
     """What it sees with, and its tensors. ``token``, ``deep``: where the config does not tell the image's token and the
     layers behind which rows leave."""
-    vision = config.over("vision_config", {"depth": 27, "patch_size": 16})
+    vision = vision_fields(config)
     count = vision.integer("num_position_embeddings", default=2304, high=1 << 20)
     if (side := math.isqrt(count)) ** 2 != count:
         vision.fail("num_position_embeddings", count, "a square")
@@ -80,6 +85,10 @@ def build(config: Fields) -> Built:
     language = language_of(config, model_type="qwen3", architectures=["Qwen3ForCausalLM"])
     made, stored = parts(config, language[0], token=151655, deep=(8, 16, 24))
     return seeing(language, made, stored, {"model.": "model.language_model."})
+
+
+def recipe(config: Fields, preprocessor: Fields) -> Recipe:
+    return area_recipe(vision_fields(config), preprocessor)
 
 
 PIXELS = (128 * 32 * 32, 768 * 32 * 32)  # of a video
@@ -159,6 +168,6 @@ FAMILY = Family(
         ),
     ),
     mmproj("qwen3_vl", TEXT_GGUF),
-    recipe=qwen2_vl.recipe,
+    recipe=recipe,
     video=video,
 )

@@ -238,10 +238,19 @@ async def encode_embedded(state: ServerState, prompt: str | Sequence[int], param
     limit = _most(state, most)
     if not isinstance(prompt, str):
         return await encode_prompt(state, prompt[:limit], param)
-    text = prompt[: PIECE * limit]
-    ids = await state.lanes.run(lambda: read.encode(text, limit), len(text))
+    text = prompt
+    ids = await state.lanes.run(lambda: _beginning(text, limit, lambda part: read.encode(part, limit), len), len(text))
     check_prompt(state, len(ids), param)
     return ids
+
+
+def _beginning(text: str, limit: int, encode: Callable[[str], T], tokens: Callable[[T], int]) -> T:
+    """What ``encode`` makes of so much of ``text`` as gives ``limit`` ``tokens``: few texts need more characters than
+    are read at first, but those of blanks or long words do."""
+    size = PIECE * limit
+    while tokens(found := encode(text[:size])) < limit and size < len(text):
+        size *= 2
+    return found
 
 
 def _most(state: ServerState, most: int) -> int:
@@ -255,14 +264,15 @@ async def encode_pair(
 ) -> tuple[list[int], int]:
     """Two texts that are read together: token ids, and where the second begins. ``most``: as of ``encode_embedded``,
     the second is cut."""
-    limit = None if most is None else _most(state, most)
-    if limit is not None:
-        second = second[: PIECE * limit]
+    limit, join = None if most is None else _most(state, most), state.engine.tokenizer.encode_pair
 
     def encode() -> tuple[list[int], int]:
         for text in (first, second) if limit is None else (first,):
             _encode(state, text, param, special=False)  # one that is far too long is not read to its end
-        ids, begin = state.engine.tokenizer.encode_pair(first, second, limit)
+        if limit is None:
+            ids, begin = join(first, second)
+        else:
+            ids, begin = _beginning(second, limit, lambda part: join(first, part, limit), lambda pair: len(pair[0]))
         check_prompt(state, len(ids), param)
         return ids, begin
 
