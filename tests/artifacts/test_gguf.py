@@ -193,7 +193,7 @@ def test_pre_tokenizers(pre: str, text: str, pieces: list[str]) -> None:
 @pytest.mark.parametrize("names", STEPS, ids=lambda names: names[0])
 def test_texts_are_cut_as_llama_cpp_does_and_the_way_comes_back_under_its_name(names: tuple[str, ...]) -> None:
     """``llama_cpp_pieces.json``: what llama-cpp-python 0.3.36 made of the text, with a token and merges for each of its
-    parts, so that a piece becomes one token."""
+    parts, so that a piece becomes one token; of deepseek-llm, what its patterns say."""
     oracle = json.loads((Path(__file__).parent / "llama_cpp_pieces.json").read_text(encoding="utf-8"))
     made = build_cuts(BY_NAME[names[-1]])
     assert [piece for piece, _ in made.pre_tokenize_str(oracle["text"])] == oracle["pieces"][names[0]]
@@ -241,6 +241,38 @@ def test_a_normalizer_that_the_file_cannot_say_is_told(
     notes = rewrite(str(path), tmp_path / "m.gguf", to="gguf").notes
     said = f"the tokenizer's {lost} has no place in GGUF: there text that it would change is cut otherwise"
     assert [note for note in notes if "tokenizer" in note] == ([said] if lost else [])
+
+
+@pytest.mark.parametrize(
+    "around, flags",
+    [
+        ("$A", {"add_bos_token": True}),  # which the post-processor does not say
+        ("<s> $A", {"add_bos_token": False}),
+        ("$A </s>", {}),  # as models do whose last token is pooled
+        ("$A <|im_end|>", {}),  # which ends no answer
+        ("<s> $A </s>", {"add_eos_token": False}),
+    ],
+)
+def test_what_is_put_around_texts_goes_into_the_file_and_comes_back(
+    around: str, flags: dict[str, bool], tiny_models: Any, tmp_path: Path, home: Path
+) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    from toolkit.convert.formats import rewrite
+
+    path = tmp_path / "model"
+    shutil.copytree(tiny_models("llama"), path)
+    data = json.loads((path / "tokenizer.json").read_text())
+    ids = {token["content"]: token["id"] for token in data["added_tokens"]}
+    made = TemplateProcessing(single=around, pair="$A $B", special_tokens=list(ids.items()))
+    data["post_processor"] = json.loads(made.__getstate__())
+    (path / "tokenizer.json").write_text(json.dumps(data))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(config | flags))
+    rewrite(str(path), tmp_path / "m.gguf", to="gguf")
+    found, told = Tokenizer.open(path), Tokenizer.open(open_checkpoint(tmp_path / "m.gguf").tokenizer_dir)
+    assert found.encode("a b") == told.encode("a b")
+    assert set(found.eos_ids) <= set(told.eos_ids)
 
 
 def test_sentencepiece_vocabulary(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     else:
         raise ToolkitError(f"{path}: tokenizer.ggml.model: expected gpt2 or llama, found {kind!r:.40}")
     _add_tokens(path, built, metadata, tokens)
-    _add_bos(path, built, metadata, tokens)
+    _add_ends(path, built, metadata, tokens)
     return built
 
 
@@ -96,15 +96,18 @@ def _add_tokens(path: Path, built: Tokenizer, metadata: Mapping[str, Any], token
     built.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
 
 
-def _add_bos(path: Path, built: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+def _add_ends(path: Path, built: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+    """What stands around every text: bos, and eos where the file asks for it."""
     from tokenizers import processors
 
-    bos = _token_id(path, metadata, "bos", len(tokens))
-    if adds_bos(metadata) and bos is not None:
-        first = tokens[bos]
-        built.post_processor = processors.TemplateProcessing(
-            single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, bos)]
-        )
+    wanted = {"bos": adds_bos(metadata), "eos": adds_eos(metadata)}
+    found = {name: _token_id(path, metadata, name, len(tokens)) for name in wanted if wanted[name]}
+    ids = {name: token for name, token in found.items() if token is not None}
+    if ids:
+        bos, eos = (tokens[ids[name]] if name in ids else "" for name in wanted)
+        one, two = (" ".join(filter(None, (bos, text, eos))) for text in ("$A", "$B"))
+        special = [(tokens[token], token) for token in dict.fromkeys(ids.values())]
+        built.post_processor = processors.TemplateProcessing(single=one, pair=f"{one} {two}", special_tokens=special)
     elif metadata["tokenizer.ggml.model"] == "gpt2":
         built.post_processor = processors.ByteLevel(trim_offsets=False)
 
@@ -117,6 +120,11 @@ def adds_bos(metadata: Mapping[str, Any]) -> bool:
             "tokenizer.ggml.add_bos_token", sentencepiece or metadata.get("tokenizer.ggml.pre") in WHOLE_PIECES
         )
     )
+
+
+def adds_eos(metadata: Mapping[str, Any]) -> bool:
+    """Whether the model expects its eos token behind every text."""
+    return bool(metadata.get("tokenizer.ggml.add_eos_token", False))
 
 
 def _token_id(path: Path, metadata: Mapping[str, Any], name: str, vocab: int) -> int | None:
@@ -136,6 +144,7 @@ def tokenizer_config(path: Path, metadata: Mapping[str, Any], context_length: in
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_length,
         "add_bos_token": adds_bos(metadata),
+        "add_eos_token": adds_eos(metadata),
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
     }
