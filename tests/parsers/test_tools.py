@@ -78,6 +78,7 @@ CASES: list[Case] = [
      '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>', []),
     ("hermes", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>',
      '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>', []),
+    *(("hermes", f'<tool_call>{{"name": "now", "arguments": {none}}}</tool_call>', "", [NOW]) for none in ("null", '""')),
     ("hermes", "x <tool_call>{broken", "x <tool_call>{broken", []),
     ("hermes", " \n", " \n", []),
     ("llama3", LLAMA, "", [PARIS]),

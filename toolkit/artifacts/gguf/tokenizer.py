@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from toolkit.artifacts.gguf.keys import TEMPLATE
 from toolkit.artifacts.gguf.pre_tokenizers import BY_NAME, COMPOSED, WHOLE_PIECES, build_cuts
 from toolkit.artifacts.json_file import write_json_object
@@ -16,6 +18,12 @@ from toolkit.errors import ToolkitError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+_ENDS = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
+    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> "
+    "<｜end▁of▁sentence｜> [e~[".split()
+)
+_OF_MESSAGES = (("<|return|>", "<|call|>"), ("<|flush|>", "<|calls|>"))  # gpt-oss, Solar Open
 # llama.cpp's converter writes names of letters, digits and _. They become names of files.
 _NAMED_TEMPLATE = re.compile(re.escape(TEMPLATE) + r"\.([A-Za-z0-9_]{1,64})")
 
@@ -125,6 +133,18 @@ def adds_bos(metadata: Mapping[str, Any]) -> bool:
 def adds_eos(metadata: Mapping[str, Any]) -> bool:
     """Whether the model expects its eos token behind every text."""
     return bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+
+
+def end_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """The tokens that end an answer: those that the file names, eos first, and those that llama.cpp knows by their
+    names, for a file has no place for more than three."""
+    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    types = np.asarray(metadata.get("tokenizer.ggml.token_type", ()))[: len(tokens)]
+    called = {tokens[i]: i for i in np.flatnonzero(types == CONTROL).tolist() if tokens[i] in _ENDS}
+    if any(all(name in called for name in pair) for pair in _OF_MESSAGES):
+        called.pop("<|end|>", None)  # of a message, of which an answer has several
+    return list(dict.fromkeys(i for i in (*named, *called.values()) if i is not None))
 
 
 def _token_id(path: Path, metadata: Mapping[str, Any], name: str, vocab: int) -> int | None:

@@ -153,8 +153,7 @@ def _special_ids(
     if ends:
         ids["eos"] = ids["eos"] if ids.get("eos") in ends else ends[0]
         others = [end for end in ends if end != ids["eos"]]
-        if others:
-            ids["eot"] = others[-1]
+        ids |= zip(("eot", "eom"), reversed(others), strict=False)
     _, behind = opened.around
     if behind and behind[-1] != ids.get("eos"):  # readers put eos behind a text, no other token
         ids |= {"eot": ids["eos"], "eos": behind[-1]} if "eos" in ids else {"eos": behind[-1]}
