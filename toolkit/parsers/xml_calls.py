@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,7 +184,8 @@ def _typed(text: str, told: str | None, schema: Any) -> Any:
 
 def _container(text: str) -> Any:
     """The list or object that ``text`` spells as Python does, or that is JSON within a JSON text; else ``text``."""
-    for read in (json.loads, ast.literal_eval):
+    readers: tuple[Callable[[str], Any], ...] = (json.loads, ast.literal_eval)
+    for read in readers:
         try:
             value = read(text) if text[:1] in ("{", "[") and len(text) <= _LONGEST else None
         except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
