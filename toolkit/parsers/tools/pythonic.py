@@ -1,5 +1,5 @@
 """Llama 4 and other models that call in Python: ``[weather(city="Paris"), now()]``, perhaps between
-``<|python_start|>`` and ``<|python_end|>``."""
+``<|python_start|>`` and ``<|python_end|>``; LFM2, whose marks are its own."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class _AsPython(ast.NodeTransformer):
 
 FORMAT = ToolFormat(
     name="pythonic",
-    aliases=("llama4_pythonic", "llama4"),
-    marks=(("<|python_start|>", "<|python_end|>"),),
+    aliases=("llama4_pythonic", "llama4", "lfm2"),
+    marks=(("<|python_start|>", "<|python_end|>"), ("<|tool_call_start|>", "<|tool_call_end|>")),
     read=_read,
     # Grammars know no Python: where a call is forced it is JSON, which is read too.
     written=Written('[{"name": "%s", "parameters": ', "}]", between=", ", trigger='[{"name": "'),
-    signs=(("<|python_start|>",), ("func_name1(",)),
+    signs=(("<|python_start|>",), ("func_name1(",), ("<|tool_list_start|>",)),
     bare=_bare,
     quoted=False,
 )
