@@ -23,7 +23,7 @@ from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.gguf.metadata import unsupported
 from toolkit.artifacts.gguf.pre_tokenizers import BY_NAME, EITHER, STEPS, WHOLE_PIECES, build_cuts, name_of
-from toolkit.artifacts.gguf.tokenizer import build_tokenizer
+from toolkit.artifacts.gguf.tokenizer import build_tokenizer, end_ids
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.text.tokenizer_pieces import CONTROL, USER_DEFINED
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
@@ -193,7 +193,7 @@ def test_pre_tokenizers(pre: str, text: str, pieces: list[str]) -> None:
 @pytest.mark.parametrize("names", STEPS, ids=lambda names: names[0])
 def test_texts_are_cut_as_llama_cpp_does_and_the_way_comes_back_under_its_name(names: tuple[str, ...]) -> None:
     """``llama_cpp_pieces.json``: what llama-cpp-python 0.3.36 made of the text, with a token and merges for each of its
-    parts, so that a piece becomes one token."""
+    parts, so that a piece becomes one token; of deepseek-llm, what its patterns say."""
     oracle = json.loads((Path(__file__).parent / "llama_cpp_pieces.json").read_text(encoding="utf-8"))
     made = build_cuts(BY_NAME[names[-1]])
     assert [piece for piece, _ in made.pre_tokenize_str(oracle["text"])] == oracle["pieces"][names[0]]
@@ -241,6 +241,67 @@ def test_a_normalizer_that_the_file_cannot_say_is_told(
     notes = rewrite(str(path), tmp_path / "m.gguf", to="gguf").notes
     said = f"the tokenizer's {lost} has no place in GGUF: there text that it would change is cut otherwise"
     assert [note for note in notes if "tokenizer" in note] == ([said] if lost else [])
+
+
+@pytest.mark.parametrize(
+    "around, flags",
+    [
+        ("$A", {"add_bos_token": True}),  # which the post-processor does not say
+        ("<s> $A", {"add_bos_token": False}),
+        ("$A </s>", {}),  # as models do whose last token is pooled
+        ("$A <|im_end|>", {}),  # which ends no answer
+        ("<s> $A </s>", {"add_eos_token": False}),
+    ],
+)
+def test_what_is_put_around_texts_goes_into_the_file_and_comes_back(
+    around: str, flags: dict[str, bool], tiny_models: Any, tmp_path: Path, home: Path
+) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    from toolkit.convert.formats import rewrite
+
+    path = tmp_path / "model"
+    shutil.copytree(tiny_models("llama"), path)
+    data = json.loads((path / "tokenizer.json").read_text())
+    ids = {token["content"]: token["id"] for token in data["added_tokens"]}
+    made = TemplateProcessing(single=around, pair="$A $B", special_tokens=list(ids.items()))
+    data["post_processor"] = json.loads(made.__getstate__())
+    (path / "tokenizer.json").write_text(json.dumps(data))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(config | flags))
+    rewrite(str(path), tmp_path / "m.gguf", to="gguf")
+    found, told = Tokenizer.open(path), Tokenizer.open(open_checkpoint(tmp_path / "m.gguf").tokenizer_dir)
+    assert found.encode("a b") == told.encode("a b")
+    assert set(found.eos_ids) <= set(told.eos_ids)
+
+
+@pytest.mark.parametrize(
+    "tokens, named, ends",
+    [
+        (["<|return|>", "<|end|>", "<|call|>", "<|endoftext|>"], {"eos": 0}, [0, 2, 3]),  # gpt-oss
+        (["<|endoftext|>", "<|end|>", "<|user|>"], {"eos": 0}, [0, 1]),  # Phi-3
+        (["<|endoftext|>", "<|user|>", "<|observation|>"], {"eos": 0, "eot": 1, "eom": 2}, [0, 1, 2]),  # GLM 4.5
+        (["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"], {"eos": 1}, [1, 0, 2]),  # Llama 3.1
+        (["<bos>", "b"], {}, []),
+    ],
+)
+def test_what_ends_an_answer_has_its_name_or_its_place(
+    tokens: list[str], named: dict[str, int], ends: list[int]
+) -> None:
+    metadata = {f"tokenizer.ggml.{name}_token_id": i for name, i in named.items()}
+    types = np.array([CONTROL] * len(tokens) + [1], np.int32)
+    metadata |= {"tokenizer.ggml.tokens": [*tokens, "</s>"], "tokenizer.ggml.token_type": types}
+    assert end_ids(metadata) == ends  # and no text that looks like one, as Gemma's "</s>"
+
+
+def test_three_ends_of_answers_are_written(tiny_models: Any, tmp_path: Path, home: Path) -> None:
+    from toolkit.convert.formats import rewrite
+
+    path = tmp_path / "model"
+    shutil.copytree(tiny_models("llama"), path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3, 0]}))
+    rewrite(str(path), tmp_path / "m.gguf", to="gguf")
+    assert {0, 2, 3} <= set(Tokenizer.open(open_checkpoint(tmp_path / "m.gguf").tokenizer_dir).eos_ids)
 
 
 def test_sentencepiece_vocabulary(tmp_path: Path) -> None:

@@ -37,7 +37,10 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import build, get
 from toolkit.models.tiny import tiny_config
 
-CUTS = "gpt-2, smollm, qwen2, qwen35, llama-bpe, dbrx, gpt-4o, tekken, kimi-k2, deepseek-v3, deepseek-coder, falcon"
+CUTS = (
+    "gpt-2, smollm, qwen2, qwen35, llama-bpe, dbrx, gpt-4o, tekken, kimi-k2, deepseek-v3, deepseek-llm, "
+    "deepseek-coder, falcon"
+)
 
 refused = refusing(ToolkitError)
 

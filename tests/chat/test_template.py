@@ -187,6 +187,16 @@ def test_tools_reach_the_template_and_arguments_are_objects(make: Any) -> None:
     assert '"arguments": {"x": 1}' in text
 
 
+def test_an_empty_list_of_calls_is_none(make: Any) -> None:
+    """As Llama 3's template wants it: with "tool_calls" there has to be one."""
+    source = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls[0].id.upper() }}{% endif %}{{ m.content }}"
+    )
+    tok = make(source + "{% endfor %}")
+    talk = [{"role": "assistant", "content": "a", "tool_calls": []}, {"role": "user", "content": "b"}]
+    assert ChatTemplate.open(tok, tok.path).render(talk) == "ab"
+
+
 def test_a_template_may_join_arguments_to_other_text(make: Any) -> None:
     """As DeepSeek's do, for which they have to be text."""
     calls = "{% for c in m.tool_calls or [] %}{{ c.function.name + '<sep>' + c.function.arguments }}{% endfor %}"

@@ -77,6 +77,8 @@ UNCLOSED = [
     ("glm45", "glm45", "open", f"Hm.\n{GLM}", "Hm.", ""),
     ("glm45", "glm45", None, f"<think>Hm.{GLM}\n{GLM}", "Hm.", ""),
     ("glm45", "glm45", None, "<think>Hm.<tool_call>now", "Hm.", "<tool_call>now"),
+    ("qwen3", "qwen3_coder", "open", "Hm.\n<tool_call>\n<function=now>\n</function>\n</tool_call>", "Hm.", ""),
+    ("qwen3", "qwen3_coder", "open", "Hm <tool_call>\n<tool_call>\n<func", "Hm <tool_call>\n<tool_call>\n<func", ""),
     ("mistral", "mistral", None, '[THINK]Hm.[TOOL_CALLS][{"name": "now", "arguments": {}}]', "Hm.", ""),
     ("mistral", "mistral", None, "[THINK]Hm.\n[TOOL_CALLS]now[ARGS]{}", "Hm.", ""),
 ]  # fmt: skip

@@ -78,6 +78,7 @@ CASES: list[Case] = [
      '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>', []),
     ("hermes", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>',
      '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>', []),
+    *(("hermes", f'<tool_call>{{"name": "now", "arguments": {none}}}</tool_call>', "", [NOW]) for none in ("null", '""')),
     ("hermes", "x <tool_call>{broken", "x <tool_call>{broken", []),
     ("hermes", " \n", " \n", []),
     ("llama3", LLAMA, "", [PARIS]),
@@ -93,7 +94,11 @@ CASES: list[Case] = [
     ("llama3", " \n", " \n", []),
     ("pythonic", '[weather(city="Paris", days=2), now()]', "", [PARIS, NOW]),
     ("pythonic", '<|python_start|>[weather(city="Paris", days=2)]<|python_end|>', "", [PARIS]),
+    ("pythonic", '<|tool_call_start|>[weather(city="Paris", days=2)]<|tool_call_end|>Let me see.', "Let me see.", [PARIS]),
     ("pythonic", '[mcp__clock.now(x=open("f"))]', '[mcp__clock.now(x=open("f"))]', []),
+    ("pythonic", '[weather(city="Paris", exact=true, hours=[null, 1], days=-2)]', "",
+     [("weather", {"city": "Paris", "exact": True, "hours": [None, 1], "days": -2})]),
+    ("pythonic", "[weather(city=nowhere)]", "[weather(city=nowhere)]", []),
     ("pythonic", "[1, 2] are numbers", "[1, 2] are numbers", []),
     *(("pythonic", f"[weather(city={value})]", f"[weather(city={value})]", []) for value in ('{"Paris"}', 'b"x"', "...", "{[]: 1}", "1j")),
     ("qwen3_coder", "<tool_call><function=weather><parameter=city>a </function></tool_call> b</parameter></function></tool_call>c",
@@ -484,6 +489,7 @@ def test_names() -> None:
         (f"{DS}{DB}…```json", "deepseek_v3"),
         (f"{DS}{DB}…{DN}", "deepseek_v31"),
         ("<|start|>assistant<|channel|>", "gpt_oss"),
+        ("List of tools: <|tool_list_start|>[", "pythonic"),
         ("<|tool_calls_section_begin|>", "kimi_k2"),
         ("<|start_of_role|>available_tools <tool_call>arguments", "granite"),
         ("{{ tools }}", None),
@@ -492,3 +498,31 @@ def test_names() -> None:
 def test_the_template_says_how_calls_are_written(source: str, name: str | None) -> None:
     found = registry.spot_tools(source)
     assert (found.name if found else None) == name
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"type": "integer"}, "None", None),
+        ({"type": ["integer", "null"]}, "null", None),
+        ({"type": "string"}, "None", "None"),
+        ({"type": "array"}, "['a', None]", ["a", None]),
+        ({"type": "object"}, "{'a': True}", {"a": True}),
+        ({"type": "object"}, json.dumps('{"a": 1}'), {"a": 1}),
+        ({"type": "array"}, "{1, 2}", "{1, 2}"),
+        ({"type": "object"}, "{'a': b'x'}", "{'a': b'x'}"),
+        ({"type": "array"}, "[" * 5000, "[" * 5000),
+        ({"type": ["array", "string"]}, "['a']", "['a']"),
+    ],
+)
+@pytest.mark.parametrize("form", sorted(TAGGED))
+def test_values_that_are_written_as_python_does(form: str, schema: Any, written: str, value: Any) -> None:
+    first, each, last = TAGGED[form]
+    parser = registry.open_parser(
+        registry.tool_format(form), None, {"weather": {"properties": {"city": schema}}}, seed="x"
+    )
+    answer = Answer()
+    answer.take(
+        [*parser.add((first + each % written + last).replace('string="true"', 'string="false"')), *parser.finish()]
+    )
+    assert [json.loads(call["function"]["arguments"]) for call in answer.calls] == [{"city": value}]

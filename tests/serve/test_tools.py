@@ -14,12 +14,13 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.parsers import registry
 from toolkit.parsers.grammar import required_calls
-from toolkit.parsers.pieces import Answer, Piece
+from toolkit.parsers.pieces import Answer
 from toolkit.serve.client import APIClient
+from toolkit.serve.generation import chat
 from toolkit.serve.generation.budget import within
-from toolkit.serve.generation.chat import thought_tokens
 from toolkit.serve.generation.choice import Budget, Choice
 from toolkit.serve.generation.parsing import Formats
+from toolkit.serve.generation.thoughts import ThoughtTokens
 
 ADD = {"name": "add", "description": "Sum.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 TOOLS = [{"type": "function", "function": ADD}, {"type": "function", "function": {"name": "now"}}]
@@ -228,22 +229,39 @@ def test_thoughts(start: Any) -> None:
     assert server.app.state.server.template.seen[-1][1] == {"enable_thinking": False, "thinking": False}
 
 
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
 @pytest.mark.parametrize(
-    ("count", "within", "pieces", "thought"),
+    ("form", "begun", "answer", "thought"),
     [
-        (1, True, [], 1),
-        (1, True, [Piece("reasoning", "a")], 1),
-        (1, True, [Piece("content", "a")], 1),
-        (1, False, [Piece("content", "a")], 0),
-        (6, True, [Piece("reasoning", "a"), Piece("content", "bc")], 2),
-        (6, False, [Piece("reasoning", "ab"), Piece("content", "c")], 4),  # it began and ended there
-        (0, True, [Piece("reasoning", "a")], 0),
+        ("qwen3", None, "<think>Hm. 漢字</think>Well, iiiiii.", ">Hm. 漢字</think>"),
+        ("qwen3", "open", "Hm.</think>Well.", "Hm.</think>"),
+        ("qwen3", "closed", "<think>Hm.</think>", ""),
+        ("gpt_oss", None, "<|channel|>analysis<|message|>Hm.<|end|><|channel|>final<|message|>a", ">Hm.<|end|>"),
     ],
 )
 def test_tokens_that_come_together_are_counted_where_they_belong(
-    count: int, within: bool, pieces: list[Piece], thought: int
+    start: Any, form: str, begun: Any, answer: str, thought: str, size: int
 ) -> None:
-    assert thought_tokens(count, within, pieces) == thought
+    choice = Choice(0, 0, list(b"x"), GenerationConfig())
+    counts = ThoughtTokens(choice, registry.reasoning_format(form), begun, start().engine.tokenizer)
+    ids = list(answer.encode())
+    assert sum(counts.add(ids[at : at + size]) for at in range(0, len(ids), size)) == len(thought.encode())
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "told"),
+    [({}, "<end>", None), ({}, 7, None), ({"stop": "<end>"}, "<end>", "<end>"), ({"stop_token_ids": [7]}, 7, 7)],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_where_the_template_ends_an_answer_is_no_stop_of_the_client(
+    start: Any, monkeypatch: Any, fields: dict[str, Any], reason: str | int, told: str | int | None, stream: bool
+) -> None:
+    async def run(*of: Any) -> AsyncGenerator[tuple[int, Response], None]:
+        yield 0, Response("a", 2, 1, "stop", [97], stop_reason=reason)
+
+    monkeypatch.setattr(chat, "run_choices", run)
+    last = ask(start(template=Echo(None)), "a", stream, tools=None, **fields)[-1]["choices"][0]
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", told)
 
 
 def test_a_thought_within_its_budget(start: Any) -> None:

@@ -37,7 +37,7 @@ def _message(i: int, message: Message, sees: bool) -> Message:
         raise UsageError(f"messages[{i}].role: expected system, user, assistant or tool, found {shown(role, 60)}")
     made = dict(message)
     calls = message.get("tool_calls")
-    if calls is None:
+    if calls is None or calls == []:  # no call is none: some templates refuse an empty list
         made.pop("tool_calls", None)
     else:
         made["tool_calls"] = _tool_calls(i, calls)

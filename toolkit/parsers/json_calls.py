@@ -116,7 +116,9 @@ def _call(data: Any, functions: Functions) -> Call | None:
     name = next((data[key] for key in _NAMES if key in data), None)
     if not known(name, functions):
         return None
-    given: Any = next((data[key] for key in _ARGUMENTS if key in data), {})
+    given: Any = next((data[key] for key in _ARGUMENTS if key in data), None)
+    if given in (None, ""):
+        given = {}
     arguments = arguments_of(given) if isinstance(given, str) else as_arguments(given)
     return None if arguments is None else Call(str(name), arguments)
 

@@ -81,6 +81,7 @@ FORMATS = (
             "default", "qwen_qwq", "intern_s1", "interns2_preview", "qwen3_5", "deepseek_v3",
             "deepseek_v31", "deepseek_v32", "deepseek_v3.2", "deepseek_v4", "olmo3", "nemotron",
         ),
+        breaks=("<tool_call>\n<function=",),  # Qwen3.5 may call without ending its thought
     ),
     ReasoningFormat("deepseek_r1", *_THINK, aliases=("step3", "deepseek"), open=True),
 )  # fmt: skip

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ _TYPES = {
     "str": (str,),
 }
 _BLANKS = re.compile(r"\s*")
+_LONGEST = 1 << 16  # characters that are read as Python
 _WRAPPERS = ("arguments", "input", "parameters")
 _LITERALS = {"true": True, "false": False, "none": None}  # as Python writes them
 
@@ -169,11 +171,28 @@ def _typed(text: str, told: str | None, schema: Any) -> Any:
         value = json.loads(word, parse_constant=str)
     except (ValueError, RecursionError):
         value = _LITERALS.get(word.lower(), text)
+    if isinstance(value, str) and str not in wanted and wanted & {dict, list}:
+        value = _container(value.strip())
     if isinstance(value, float) and value.is_integer() and int in wanted and float not in wanted:
         value = int(value)
+    if value is None and str not in wanted:  # nothing is given, whatever the type
+        return None
     if wanted and type(value) not in wanted:
         return text
     return text if isinstance(value, str) else value
+
+
+def _container(text: str) -> Any:
+    """The list or object that ``text`` spells as Python does, or that is JSON within a JSON text; else ``text``."""
+    readers: tuple[Callable[[str], Any], ...] = (json.loads, ast.literal_eval)
+    for read in readers:
+        try:
+            value = read(text) if text[:1] in ("{", "[") and len(text) <= _LONGEST else None
+        except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if isinstance(value, dict | list) and as_arguments({"": value}) is not None:
+            return value
+    return text
 
 
 def _types(schema: Any) -> set[type]:

@@ -16,7 +16,7 @@ from toolkit.artifacts.gguf.container import GgufContainer, read_container
 from toolkit.artifacts.gguf.eyes import Eyes, open_eyes
 from toolkit.artifacts.gguf.hf_config import hf_config
 from toolkit.artifacts.gguf.keys import check_kinds
-from toolkit.artifacts.gguf.tokenizer import write_tokenizer
+from toolkit.artifacts.gguf.tokenizer import end_ids, write_tokenizer
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
@@ -191,11 +191,10 @@ def _with_mtp(
 
 
 def _generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
-    ends = [ids["eos"]] if ids["eot"] in (None, ids["eos"]) else [ids["eos"], ids["eot"]]
+    ends = end_ids(metadata)
     found = {
-        "bos_token_id": ids["bos"],
-        "eos_token_id": ends[0] if len(ends) == 1 else ends,
-        "pad_token_id": ids["padding"],
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
     }
     return {name: value for name, value in found.items() if value is not None}

@@ -32,6 +32,7 @@ _KINDS = {
     "tokenizer.ggml.scores": _NUMBERS,
     "tokenizer.ggml.token_type": _NUMBERS,
     "tokenizer.ggml.add_bos_token": _TRUTH,
+    "tokenizer.ggml.add_eos_token": _TRUTH,
     "tokenizer.ggml.add_space_prefix": _TRUTH,
     TEMPLATE: _TEXT,
     "clip.projector_type": _TEXT,

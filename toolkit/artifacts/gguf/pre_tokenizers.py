@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.text.patterns import BLANK, ENDINGS, KIMI, LOWER, ODD, ONES, THREES, UPPER
+from toolkit.artifacts.text.patterns import BLANK, CASED, ENDINGS, KIMI, LOWER, ODD, ONES, THREES, UPPER
 
 if TYPE_CHECKING:
     from tokenizers import pre_tokenizers
@@ -15,30 +15,40 @@ if TYPE_CHECKING:
 # Steps that are no pattern: byte level's own, each digit for itself, runs of punctuation.
 GPT2, DIGITS, PUNCTUATION = "gpt2", "digits", "punctuation"
 _CASED = rf"{ODD}[{UPPER}]*[{LOWER}]+%s|{ODD}[{UPPER}]+[{LOWER}]*%s|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{BLANK}"
+_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 STEPS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("gpt-2", "default", "phi-2", "mpt", "olmo", "jais", "trillion", "gigachat", "a.x-4.0", "mellum", "modern-bert",
      "granite-docling", "exaone4", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de"): (GPT2,),
-    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): (DIGITS, GPT2),
-    ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "kormo", "grok-2", "solar-open"): (ONES,),
+    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"): (DIGITS, GPT2),
+    ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "kormo", "grok-2", "solar-open",
+     "f2llmv2"): (ONES,),
     ("qwen35",): (
         rf"{ENDINGS}|{ODD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{BLANK}",
     ),
     ("llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"): (THREES,),
     ("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"): (THREES,),
-    ("gpt-4o", "llama4", "kanana2", "minimax-m2"): (_CASED % (f"{ENDINGS}?", f"{ENDINGS}?", r"\p{N}{1,3}"),),
+    ("gpt-4o", "llama4", "kanana2", "minimax-m2", "talkie"): (_CASED % (f"{ENDINGS}?", f"{ENDINGS}?", r"\p{N}{1,3}"),),
     ("tekken",): (_CASED % ("", "", r"\p{N}"),),
     ("kimi-k2",): (KIMI,),
-    ("deepseek-v3", "hunyuan-dense", "joyai-llm"): (
+    ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"): (
         r"\p{N}{1,3}",
         "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
         rf"{_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{BLANK}",
+    ),
+    ("deepseek-llm",): (
+        r"[\r\n]",
+        rf"\s?[{CASED}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _ASIAN,
+        DIGITS,
     ),
     ("deepseek-coder",): (
         r"[\r\n]",
         r"\s?\p{L}+",
         r"\s?\p{P}+",
-        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+        _ASIAN,
         DIGITS,
     ),
     ("falcon",): (PUNCTUATION, GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
@@ -53,7 +63,7 @@ BY_NAME = {name: steps for names, steps in STEPS.items() for name in names}
 # Whose tokenizers take a piece that is a token as it is, whatever its merges, and add bos where a file does not say.
 WHOLE_PIECES = {*next(names for names in STEPS if names[0] == "llama-bpe"), "tekken"}
 EITHER = {"gpt-4o", "tekken", "kimi-k2"}  # whose merges, tiktoken's, make every token: a tokenizer may say either
-COMPOSED = {"qwen2", "qwen35", "deepseek-r1-qwen"}  # whose texts are brought into Unicode's form NFC first
+COMPOSED = {"qwen2", "qwen35", "deepseek-r1-qwen", "f2llmv2"}  # whose texts are brought into Unicode's form NFC first
 
 
 def build_cuts(steps: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from toolkit.artifacts.gguf.keys import TEMPLATE
 from toolkit.artifacts.gguf.pre_tokenizers import BY_NAME, COMPOSED, WHOLE_PIECES, build_cuts
 from toolkit.artifacts.json_file import write_json_object
@@ -16,6 +18,12 @@ from toolkit.errors import ToolkitError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+_ENDS = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
+    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> "
+    "<｜end▁of▁sentence｜> [e~[".split()
+)
+_OF_MESSAGES = (("<|return|>", "<|call|>"), ("<|flush|>", "<|calls|>"))  # gpt-oss, Solar Open
 # llama.cpp's converter writes names of letters, digits and _. They become names of files.
 _NAMED_TEMPLATE = re.compile(re.escape(TEMPLATE) + r"\.([A-Za-z0-9_]{1,64})")
 
@@ -33,7 +41,7 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     else:
         raise ToolkitError(f"{path}: tokenizer.ggml.model: expected gpt2 or llama, found {kind!r:.40}")
     _add_tokens(path, built, metadata, tokens)
-    _add_bos(path, built, metadata, tokens)
+    _add_ends(path, built, metadata, tokens)
     return built
 
 
@@ -96,15 +104,18 @@ def _add_tokens(path: Path, built: Tokenizer, metadata: Mapping[str, Any], token
     built.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
 
 
-def _add_bos(path: Path, built: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+def _add_ends(path: Path, built: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+    """What stands around every text: bos, and eos where the file asks for it."""
     from tokenizers import processors
 
-    bos = _token_id(path, metadata, "bos", len(tokens))
-    if adds_bos(metadata) and bos is not None:
-        first = tokens[bos]
-        built.post_processor = processors.TemplateProcessing(
-            single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, bos)]
-        )
+    wanted = {"bos": adds_bos(metadata), "eos": adds_eos(metadata)}
+    found = {name: _token_id(path, metadata, name, len(tokens)) for name in wanted if wanted[name]}
+    ids = {name: token for name, token in found.items() if token is not None}
+    if ids:
+        bos, eos = (tokens[ids[name]] if name in ids else "" for name in wanted)
+        one, two = (" ".join(filter(None, (bos, text, eos))) for text in ("$A", "$B"))
+        special = [(tokens[token], token) for token in dict.fromkeys(ids.values())]
+        built.post_processor = processors.TemplateProcessing(single=one, pair=f"{one} {two}", special_tokens=special)
     elif metadata["tokenizer.ggml.model"] == "gpt2":
         built.post_processor = processors.ByteLevel(trim_offsets=False)
 
@@ -117,6 +128,23 @@ def adds_bos(metadata: Mapping[str, Any]) -> bool:
             "tokenizer.ggml.add_bos_token", sentencepiece or metadata.get("tokenizer.ggml.pre") in WHOLE_PIECES
         )
     )
+
+
+def adds_eos(metadata: Mapping[str, Any]) -> bool:
+    """Whether the model expects its eos token behind every text."""
+    return bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+
+
+def end_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """The tokens that end an answer: those that the file names, eos first, and those that llama.cpp knows by their
+    names, for a file has no place for more than three."""
+    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    types = np.asarray(metadata.get("tokenizer.ggml.token_type", ()))[: len(tokens)]
+    called = {tokens[i]: i for i in np.flatnonzero(types == CONTROL).tolist() if tokens[i] in _ENDS}
+    if any(all(name in called for name in pair) for pair in _OF_MESSAGES):
+        called.pop("<|end|>", None)  # of a message, of which an answer has several
+    return list(dict.fromkeys(i for i in (*named, *called.values()) if i is not None))
 
 
 def _token_id(path: Path, metadata: Mapping[str, Any], name: str, vocab: int) -> int | None:
@@ -136,6 +164,7 @@ def tokenizer_config(path: Path, metadata: Mapping[str, Any], context_length: in
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_length,
         "add_bos_token": adds_bos(metadata),
+        "add_eos_token": adds_eos(metadata),
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
     }

@@ -64,8 +64,8 @@ def vocabulary(
         found["tokenizer.ggml.scores"] = _scores(listed, merges)
     else:
         found["tokenizer.ggml.merges"] = [" ".join(pair) for pair in merges]
-    found |= _special_ids(opened.config, listed, config, generation)
-    found |= _flags(path, data, found, sentencepiece)
+    found |= _special_ids(opened, listed, config, generation)
+    found |= _flags(opened, data, found, sentencepiece)
     lost = [
         f"the tokenizer's {step} has no place in GGUF: there text that it would change is cut otherwise"
         for step in _lost(data, found["tokenizer.ggml.pre"], sentencepiece)
@@ -137,11 +137,11 @@ def _pre_tokenizer(path: Path, data: dict[str, Any]) -> str:
 
 
 def _special_ids(
-    named: dict[str, Any], tokens: list[str], config: dict[str, Any], generation: dict[str, Any]
+    opened: Tokenizer, tokens: list[str], config: dict[str, Any], generation: dict[str, Any]
 ) -> dict[str, Any]:
     ids: dict[str, int] = {}
     for short, key in _NAMES.items():
-        token = named.get(f"{short}_token")
+        token = opened.config.get(f"{short}_token")
         text = token.get("content") if isinstance(token, dict) else token
         found = config.get(f"{short}_token_id")
         if isinstance(text, str) and text in tokens:
@@ -153,23 +153,19 @@ def _special_ids(
     if ends:
         ids["eos"] = ids["eos"] if ids.get("eos") in ends else ends[0]
         others = [end for end in ends if end != ids["eos"]]
-        if others:
-            ids["eot"] = others[-1]
+        ids |= zip(("eot", "eom"), reversed(others), strict=False)
+    _, behind = opened.around
+    if behind and behind[-1] != ids.get("eos"):  # readers put eos behind a text, no other token
+        ids |= {"eot": ids["eos"], "eos": behind[-1]} if "eos" in ids else {"eos": behind[-1]}
     return {f"tokenizer.ggml.{key}_token_id": value for key, value in ids.items()}
 
 
-def _flags(path: Path, data: dict[str, Any], found: dict[str, Any], sentencepiece: bool) -> dict[str, bool]:
+def _flags(opened: Tokenizer, data: dict[str, Any], found: dict[str, Any], sentencepiece: bool) -> dict[str, bool]:
     """Whether bos and eos are added, and (sentencepiece) a blank in front."""
-    from tokenizers import Tokenizer
-
-    try:
-        ids = Tokenizer.from_str(json.dumps(data)).encode("a").ids
-    except Exception as error:  # the library's own exception type
-        raise ToolkitError(f"{path}: {str(error).splitlines()[0]:.100}") from error
-    bos, eos = found.get("tokenizer.ggml.bos_token_id"), found.get("tokenizer.ggml.eos_token_id")
+    before, behind = opened.around
     flags = {
-        "tokenizer.ggml.add_bos_token": bool(ids) and ids[0] == bos and len(ids) > 1,
-        "tokenizer.ggml.add_eos_token": bool(ids) and ids[-1] == eos and len(ids) > 1,
+        "tokenizer.ggml.add_bos_token": before[:1] == [found.get("tokenizer.ggml.bos_token_id")],
+        "tokenizer.ggml.add_eos_token": behind[-1:] == [found.get("tokenizer.ggml.eos_token_id")],
     }
     if not sentencepiece:
         return {**flags, "tokenizer.ggml.add_space_prefix": False}

@@ -225,6 +225,11 @@ class Tokenizer:
         """The default chat template's Jinja source, or None."""
         return self.chat_templates.get("default")
 
+    @property
+    def around(self) -> tuple[list[int], list[int]]:
+        """Ids that ``encode`` puts before and behind a text."""
+        return self._prefix, self._suffix
+
     @cached_property
     def start_text(self) -> str:
         """What ``encode`` puts in front of a text, spelled out ("<s>", "[gMASK]<sop>" …); empty for many models."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from toolkit.serve.generation.choice import Budget, Choice
 from toolkit.serve.generation.choices import Usage, run_choices
 from toolkit.serve.generation.read import PIECE, encode_chat, run_sized
 from toolkit.serve.generation.sampling import choice_config, generation_config
+from toolkit.serve.generation.thoughts import ThoughtTokens
 from toolkit.serve.http.access.users import current_user
 from toolkit.serve.state import ServerState
 
@@ -40,6 +41,7 @@ class Chat:
         self.answers: list[Answer] = []
         self.usage = Usage([])
         self._parsers: list[Parser] = []
+        self._thoughts: list[ThoughtTokens] = []  # none where this model's are not known
         self._guided = False
 
     async def prepare(self) -> None:
@@ -81,6 +83,8 @@ class Chat:
             tell = partial(first_miss, engine.tokenizer, token_ids, seen=seen, block=engine.plan.block_size)
             self.usage.first_miss = lambda cached: tell(cached=cached)
         self._parsers = [formats.parser(request, begun, f"{self.id}-{i}") for i in range(len(self.choices))]
+        if (form := formats.reasoning) is not None:
+            self._thoughts = [ThoughtTokens(choice, form, begun, state.engine.tokenizer) for choice in self.choices]
 
     def _ruled(self, config: GenerationConfig, begun: Begun) -> GenerationConfig:
         """``config`` with the grammar that an answer follows whose prompt ended as ``begun`` says."""
@@ -116,13 +120,13 @@ class Chat:
             async with aclosing(run_choices(self.state, self.id, self.choices)) as stream:
                 async for index, delta in stream:
                     parser = self._parsers[index]
-                    thought = parser.thinking
                     pieces = parser.add(delta.text)
                     if delta.finish_reason is not None:
                         pieces += parser.finish()
-                    within = thought or parser.thinking
-                    self.usage.add(index, delta, thought_tokens(len(delta.token_ids), within, pieces))
+                    thought = self._thoughts[index].add(delta.token_ids) if self._thoughts else 0
+                    self.usage.add(index, delta, thought)
                     self.answers[index].take(pieces)
+                    delta.stop_reason = self._asked_stop(delta.stop_reason)
                     yield index, delta, pieces
         except UsageError as error:
             name, _, rest = str(error).partition(": ")
@@ -130,17 +134,12 @@ class Chat:
                 raise UsageError(f"tools: as a grammar for their calls, {rest}") from error
             raise
 
+    def _asked_stop(self, reason: str | int | None) -> str | int | None:
+        """``reason`` where the client asked for it; where the template ends answers is the model's own end."""
+        request = self.request
+        return reason if reason in (*(request.stop or ()), *(request.stop_token_ids or ())) else None
+
     def finish_reason(self, index: int, delta: Response) -> str | None:
         """OpenAI's, of a choice that ended with ``delta``."""
         called = delta.finish_reason == "stop" and self.answers[index].calls
         return "tool_calls" if called else delta.finish_reason
-
-
-def thought_tokens(count: int, within: bool, pieces: Sequence[Piece]) -> int:
-    """How many of ``count`` tokens, which have become ``pieces``, belong to a thought; ``within``: as they begin or end
-    the answer is in one. Where they are more than a thought it has its part of them, by characters."""
-    thought = sum(len(piece.text) for piece in pieces if piece.kind == "reasoning")
-    rest = sum(len(piece.text) for piece in pieces) - thought
-    if not (within or thought) or not count:
-        return 0
-    return max(1, round(count * thought / (thought + rest))) if rest else count
