@@ -546,6 +546,24 @@ def test_a_line_that_cannot_be_taken_now_is_asked_again(tmp_path: Path, monkeypa
     assert (tally.completed, tally.failed, len(written), len(asked)) == (3, 0, 3, 9)
 
 
+def test_a_batch_that_breaks_off_gives_all_its_places_back(tmp_path: Path) -> None:
+    """Also that of a line which was to be asked, and had not begun when another one's answer could not be kept."""
+    source, turns = tmp_path / "in.jsonl", loop.Turns(lambda: 2)
+    source.write_text("\n".join(line(f"r{i}") for i in range(6)))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.01)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    def full(text: bytes, good: bool) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        asyncio.run(loop.run(app, JsonLines(source, Bounds(Limits())), b"", Seen(), loop.Tally(), turns, full))
+    assert turns.running == 0
+
+
 def test_a_key_leaves_as_much_room_as_it_takes(start: Any) -> None:
     """However much it brings: the next key's files are taken."""
     server = start(api_keys=["a", "b", "c"], limits=Limits(max_files=8, max_files_bytes=9000))

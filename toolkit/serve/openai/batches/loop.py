@@ -178,14 +178,11 @@ async def run(
         told()
 
     async def one(line: Line, digest: str, asked: Asked) -> None:
-        try:
-            answer = await _answer(app, asked.url, as_json(prepare(asked)), turns)
-            tally.spend(answer)
-            good = answer.status == 200
-            name, request_id = asked.custom_id, answer.request_id
-            put(results.answered(line.number, digest, name, answer.status, request_id, answer.body), good)
-        finally:
-            turns.end()
+        answer = await _answer(app, asked.url, as_json(prepare(asked)), turns)
+        tally.spend(answer)
+        good = answer.status == 200
+        name, request_id = asked.custom_id, answer.request_id
+        put(results.answered(line.number, digest, name, answer.status, request_id, answer.body), good)
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -206,7 +203,8 @@ async def run(
                     continue
                 if before is None:
                     await turns.begin()
-                    tasks.create_task(one(line, digest, asked))
+                    task = tasks.create_task(one(line, digest, asked))
+                    task.add_done_callback(lambda _: turns.end())  # also of one that was cancelled before it began
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
 
