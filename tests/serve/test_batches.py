@@ -523,9 +523,12 @@ def test_a_line_that_cannot_be_taken_now_is_asked_again(tmp_path: Path, monkeypa
     monkeypatch.setattr(loop, "AGAIN", (0.0, 0.0))
     source, written, asked = tmp_path / "in.jsonl", [], []
     source.write_text("\n".join(line(f"r{i}") for i in range(3)))
+    tasks: dict[bytes, Any] = {}
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         asked.append((await receive())["body"])
+        before, tasks[asked[-1]] = tasks.get(asked[-1]), asyncio.current_task()
+        assert before is None or before.done()  # between two tries the server has no request
         status = 503 if asked.count(asked[-1]) < 3 else 200
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b'{"error":{"code":"%s"}}' % code.encode()})
@@ -544,6 +547,13 @@ def test_a_line_that_cannot_be_taken_now_is_asked_again(tmp_path: Path, monkeypa
         return
     tally = asyncio.run(run())
     assert (tally.completed, tally.failed, len(written), len(asked)) == (3, 0, 3, 9)
+
+
+def test_no_line_is_asked_while_new_weights_wait(start: Any) -> None:
+    server = start()
+    assert server.app.state.batches._room() > 0
+    server.app.state.server.draining = True
+    assert server.app.state.batches._room() == 0
 
 
 def test_a_batch_that_breaks_off_gives_all_its_places_back(tmp_path: Path) -> None:

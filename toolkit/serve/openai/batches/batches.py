@@ -129,7 +129,7 @@ class Batches:
     def _room(self) -> int:
         """Lines that may be answered at once: others' requests always find free places."""
         state = self._state
-        if state.closing or state.sleeping or state.engine.outage is not None:
+        if state.closing or state.sleeping or state.draining or state.engine.outage is not None:
             return 0
         most = state.engine.max_batch_size
         places = min(state.settings.max_concurrent_requests or most, most)

@@ -212,7 +212,8 @@ async def run(
 async def _answer(app: ASGIApp, url: str, body: bytes, turns: Turns) -> Answer:
     """The answer to one line, asked again while the server cannot take it. Raises Stopped."""
     for pause in (*AGAIN, None):
-        answer = await ask(app, url, body)
+        # A task of its own: the server has a request for as long, and sleep and new weights wait for all that it has.
+        answer = await asyncio.create_task(ask(app, url, body))
         if answer.status not in (429, 503) or pause is None:
             break
         if b'"code":"shutting_down"' in answer.body:
