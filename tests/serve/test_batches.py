@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -554,6 +555,37 @@ def test_no_line_is_asked_while_new_weights_wait(start: Any) -> None:
     assert server.app.state.batches._room() > 0
     server.app.state.server.draining = True
     assert server.app.state.batches._room() == 0
+
+
+@pytest.mark.parametrize("what", ["starlette.formparsers.SpooledTemporaryFile.write", "write_whole"])
+def test_what_a_full_disk_refuses_is_told_as_such(start: Any, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A file on its way in, which is a temporary one meanwhile; the record of a batch."""
+    client = client_of(start().v1)
+    file = upload(client, [line("r1")])
+
+    def full(*arguments: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(what if "." in what else f"toolkit.serve.openai.batches.store.{what}", full)
+    with pytest.raises(openai.InternalServerError, match=r"kept .*No space left on device") as told:
+        if what == "write_whole":
+            client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        else:
+            upload(client, [line("r2")])
+    assert told.value.code == "storage_full"
+    monkeypatch.undo()
+    assert not client.batches.list().data and ended(client, create(client, [line("r3")]).id).status == "completed"
+
+
+def test_a_client_that_hangs_up_while_it_uploads_is_no_fault_of_ours(start: Any, caplog: Any) -> None:
+    server = start()
+    head = "POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+    part = '--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\nabc'
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as sock:
+        sock.sendall(f"{head}Content-Length: 5000\r\n\r\n{part}".encode())
+        server.wait(lambda: bool(server.server_state.tasks))
+    server.wait(lambda: not server.server_state.tasks)
+    assert "Traceback" not in caplog.text
 
 
 def test_a_batch_that_breaks_off_gives_all_its_places_back(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from toolkit.serve.openai.batches.lines import Bounds, JsonLines
 from toolkit.serve.openai.batches.loop import Stopped, Tally, Turns
 from toolkit.serve.openai.batches.results import Results
 from toolkit.serve.openai.batches.seen import Seen
-from toolkit.serve.openai.batches.store import FileStore, StorageFull, Stored, new_id
+from toolkit.serve.openai.batches.store import FileStore, StorageFull, Stored, new_id, no_room
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -192,8 +192,10 @@ class Batches:
         self._all[batch.id] = batch  # it counts
         try:
             await self.store.save("batches", deepcopy(batch))
-        except BaseException:
+        except BaseException as error:
             self._forget(batch)
+            if isinstance(error, OSError):
+                raise no_room(error) from error
             raise
         self._start(batch)
         return batch
