@@ -18,6 +18,7 @@ from toolkit.engine.constraints import bad_words
 from toolkit.engine.constraints.bad_words import BadWords, BadWordState
 from toolkit.engine.constraints.request import THREADS, Constraints
 from toolkit.engine.request import SamplingParams
+from toolkit.errors import BusyError
 
 AB = st.binary(max_size=6).map(lambda b: bytes(97 + x % 3 for x in b))
 VOCABULARY = [b"", *(bytes(t) for n in (1, 2, 3) for t in itertools.product(b"abc", repeat=n)), b"abcabc", b"\xff\xff"]
@@ -104,6 +105,19 @@ def test_threads_that_build_go_round_by_user() -> None:
             constraints.proceed()
         building.wait(60)
     assert begun.qsize() == 3 * THREADS + 1
+
+
+def test_where_the_system_has_no_thread_the_requests_end_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    constraints = Constraints(None, len(VOCABULARY))
+    for _ in range(2):  # the second one finds nothing left of the first
+        building = constraints.begin(SamplingParams(1, bad_words=["a"]))
+        assert building.done
+        with pytest.raises(BusyError, match="no thread"):
+            building.result()
 
 
 def test_hashes_that_meet_ban_nothing_too_much() -> None:

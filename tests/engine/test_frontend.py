@@ -308,6 +308,18 @@ def test_abort_ends_the_stream_with_a_reason(open_engine: Any) -> None:
     engine.abort("never heard of")
 
 
+def test_a_name_that_was_left_is_free_and_gets_nothing_of_what_was_left(open_engine: Any) -> None:
+    engine = open_engine(delay=0.02)
+    endless, short = (GenerationConfig(max_new_tokens=n, ignore_eos=True) for n in (190, 4))
+    alone = [token for delta in engine.generate_sync([9], short) for token in delta.token_ids]
+    for _ in range(3):
+        left = engine.generate_sync(PROMPT, endless, request_id="mine")
+        next(left)
+        left.close()
+        again = list(engine.generate_sync([9], short, request_id="mine"))
+        assert again[-1].finish_reason == "length" and [t for delta in again for t in delta.token_ids] == alone
+
+
 @pytest.mark.parametrize(
     ("tokens", "change", "code", "message"),
     [

@@ -4,6 +4,7 @@ every kind of cache, of pictures and of adapters."""
 from __future__ import annotations
 
 import io
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,10 +17,12 @@ from PIL import Image
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.cache.kept import moving
+from toolkit.engine.cache.kept.port import split
 from toolkit.engine.core import EngineCore
 from toolkit.engine.load.setup import find
 from toolkit.engine.load.start import start
 from toolkit.engine.request import EngineRequest, SamplingParams
+from toolkit.errors import ToolkitError
 from toolkit.vision.eyes import Eyes
 
 PROMPT = np.random.default_rng(5).integers(3, 300, 90).tolist()
@@ -154,3 +157,17 @@ def test_pictures(backend: str, tiny_models: Callable[..., Path], opened: Any) -
             check(go(tokens, pictures=pictures), said(alone, tokens, pictures=pictures), backend == "turbomind")
             assert stats()["moved_tokens"] - before == (len(tokens) - 1) // 16 * 16
             assert stats()["pictures_encoded"] == 0
+
+
+def test_a_start_that_fails_lends_nothing(
+    tiny_models: Callable[..., Path], opened: Any, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: EngineCore, *arguments: Any, **more: Any) -> None:
+        raise ToolkitError(more["moving"].address)
+
+    monkeypatch.setattr(EngineCore, "__init__", broken)
+    with pytest.raises(ToolkitError) as told:
+        opened(tiny_models("llama"), "turbomind", role="prefill")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(split("at", str(told.value)), 5).close()
+    assert not list((Path(key).parent / "memory").iterdir())

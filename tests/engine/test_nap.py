@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 from toolkit import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.process.frontend import AsyncEngine
+from toolkit.engine.process.weights import Weights
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
 
@@ -74,6 +76,35 @@ def test_what_runs_ends_in_an_error(tiny_models: Any) -> None:
         assert last.finish_reason == "error" and last.error_code == 503
         engine.weights.wake()
         assert answer(engine).finish_reason == "length"
+
+
+@pytest.mark.parametrize("second", ["sleep", "lost"])
+def test_of_two_at_once_the_later_one_holds(second: str) -> None:
+    """Of a wake and a sleep, whichever thread hears of it first; of a sleep that fails and the engine's end, which it
+    fails by: the next one is awake."""
+    others: list[threading.Thread] = []
+
+    def call(name: str, *parts: str) -> list[str]:
+        if not others and name == first:
+            others.append(threading.Thread(target=getattr(weights, second)))
+            others[0].start()
+            others[0].join(0.2)
+            if second == "lost":
+                raise ToolkitError("the engine failed")
+        return []
+
+    first = ""
+    weights = Weights(call, lambda: False, empty=False)
+    weights.sleep()
+    if second == "lost":
+        first = "sleep"
+        with pytest.raises(ToolkitError, match="failed"):
+            weights.sleep()
+    else:
+        first = "wake"
+        weights.wake()
+    others[0].join()
+    assert weights.asleep == (second == "sleep")
 
 
 def test_a_closed_engine_does_not_sleep(tiny_models: Any) -> None:

@@ -275,7 +275,7 @@ def test_a_backend_whose_adapters_stay() -> None:
 
 
 def test_two_requests_of_one_id() -> None:
-    streams, stream = Streams(), SimpleNamespace(id="a")
+    streams, stream = Streams(), SimpleNamespace(id="a#0", name="a")
     streams.follow(stream, lambda: None)  # type: ignore[arg-type]
     told = refused(lambda: streams.follow(stream, lambda: None))  # type: ignore[arg-type]
     assert told == "request id 'a' is already running"

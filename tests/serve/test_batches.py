@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -523,9 +524,12 @@ def test_a_line_that_cannot_be_taken_now_is_asked_again(tmp_path: Path, monkeypa
     monkeypatch.setattr(loop, "AGAIN", (0.0, 0.0))
     source, written, asked = tmp_path / "in.jsonl", [], []
     source.write_text("\n".join(line(f"r{i}") for i in range(3)))
+    tasks: dict[bytes, Any] = {}
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         asked.append((await receive())["body"])
+        before, tasks[asked[-1]] = tasks.get(asked[-1]), asyncio.current_task()
+        assert before is None or before.done()  # between two tries the server has no request
         status = 503 if asked.count(asked[-1]) < 3 else 200
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b'{"error":{"code":"%s"}}' % code.encode()})
@@ -544,6 +548,62 @@ def test_a_line_that_cannot_be_taken_now_is_asked_again(tmp_path: Path, monkeypa
         return
     tally = asyncio.run(run())
     assert (tally.completed, tally.failed, len(written), len(asked)) == (3, 0, 3, 9)
+
+
+def test_no_line_is_asked_while_new_weights_wait(start: Any) -> None:
+    server = start()
+    assert server.app.state.batches._room() > 0
+    server.app.state.server.draining = True
+    assert server.app.state.batches._room() == 0
+
+
+@pytest.mark.parametrize("what", ["starlette.formparsers.SpooledTemporaryFile.write", "write_whole"])
+def test_what_a_full_disk_refuses_is_told_as_such(start: Any, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A file on its way in, which is a temporary one meanwhile; the record of a batch."""
+    client = client_of(start().v1)
+    file = upload(client, [line("r1")])
+
+    def full(*arguments: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(what if "." in what else f"toolkit.serve.openai.batches.store.{what}", full)
+    with pytest.raises(openai.InternalServerError, match=r"kept .*No space left on device") as told:
+        if what == "write_whole":
+            client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        else:
+            upload(client, [line("r2")])
+    assert told.value.code == "storage_full"
+    monkeypatch.undo()
+    assert not client.batches.list().data and ended(client, create(client, [line("r3")]).id).status == "completed"
+
+
+def test_a_client_that_hangs_up_while_it_uploads_is_no_fault_of_ours(start: Any, caplog: Any) -> None:
+    server = start()
+    head = "POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+    part = '--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\nabc'
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as sock:
+        sock.sendall(f"{head}Content-Length: 5000\r\n\r\n{part}".encode())
+        server.wait(lambda: bool(server.server_state.tasks))
+    server.wait(lambda: not server.server_state.tasks)
+    assert "Traceback" not in caplog.text
+
+
+def test_a_batch_that_breaks_off_gives_all_its_places_back(tmp_path: Path) -> None:
+    """Also that of a line which was to be asked, and had not begun when another one's answer could not be kept."""
+    source, turns = tmp_path / "in.jsonl", loop.Turns(lambda: 2)
+    source.write_text("\n".join(line(f"r{i}") for i in range(6)))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.01)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    def full(text: bytes, good: bool) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        asyncio.run(loop.run(app, JsonLines(source, Bounds(Limits())), b"", Seen(), loop.Tally(), turns, full))
+    assert turns.running == 0
 
 
 def test_a_key_leaves_as_much_room_as_it_takes(start: Any) -> None:

@@ -276,8 +276,12 @@ def test_a_thought_within_its_budget(start: Any) -> None:
     assert choice["message"]["content"] == rest
     assert whole["usage"]["completion_tokens"] == len(rest.removeprefix(first)) + len(rest)
     assert whole["usage"]["prompt_tokens"] == len(first)
+    told = server.app.state.server.metrics.registry.get_sample_value
+    reasons = [told("toolkit:request_finished_total", {"finished_reason": r}) for r in ("stop", "abort")]
+    assert reasons == [1, None] and told("toolkit:prompt_tokens_total") == len(first)  # in the books it is one
     (cut,) = ask(server, "<think>0123456789</think>Well.", **budget, max_tokens=20)
     assert cut["choices"][0]["finish_reason"] == "length" and len(server.engine.seen) == 3
+    assert told("toolkit:request_finished_total", {"finished_reason": "length"}) == 1
     (short,) = ask(server, "<think>0123</think>Well.", **budget | {"thinking_token_budget": 30})
     assert short["choices"][0]["message"]["content"] == "Well." and len(server.engine.seen) == 4
     fields = {"response_format": {"type": "json_object"}, **budget}

@@ -221,7 +221,11 @@ class Building:
 
     def start(self) -> None:
         self.started = True
-        threading.Thread(target=self._build, name="toolkit-constraints", daemon=True).start()
+        try:
+            threading.Thread(target=self._build, name="toolkit-constraints", daemon=True).start()
+        except RuntimeError as e:  # these requests' end, not that of the engine, whose thread this is
+            self._error = BusyError(f"response_format, bad_words: the system has no thread for them ({e}); try again")
+            self._ended.set()
 
     def wait(self, seconds: float) -> None:
         """Until it is built, at most so long."""

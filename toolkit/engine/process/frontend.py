@@ -280,8 +280,8 @@ class AsyncEngine:
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream yields what is left and a Response with finish_reason "abort"."""
-        if request_id in self._streams:
-            self._loop.abort(request_id)
+        if (own := self._streams.id_of(request_id)) is not None:
+            self._loop.abort(own)
 
     def end_session(self, session: str) -> None:
         """Let the KV blocks kept for a session be used for others."""
@@ -317,14 +317,16 @@ class AsyncEngine:
     def _begin(self, asked: Asked, wake: Callable[[], None]) -> tuple[RequestStream | None, Response | None]:
         """A stream whose request is on its way, or the Response that refuses it."""
         config, token_ids = asked.gen_config or GenerationConfig(), list(asked.token_ids)
-        name = f"request-{next(self._names)}" if asked.request_id is None else asked.request_id
+        number = next(self._names)
+        name = f"request-{number}" if asked.request_id is None else asked.request_id
+        own = name if asked.request_id is None else f"{name}#{number}"
         try:
             params = resolve(config, self.tokenizer, len(token_ids), self.session_len)
             params = replace(params, hurried=self._hostility.there)
             number = self.adapters.number(asked.adapter)
             pictures = list(asked.pictures)
             request = EngineRequest(
-                name,
+                own,
                 token_ids,
                 params,
                 asked.session,
@@ -342,7 +344,7 @@ class AsyncEngine:
             )
             if config.preserve_cache and request.session is None:
                 request.session = self.peers.preserve(name)
-            stream = RequestStream(name, token_ids, config, self.tokenizer, wake, asked.timings)
+            stream = RequestStream(own, token_ids, config, self.tokenizer, wake, asked.timings, name)
             self._send(stream, request, config.logits_processors or [])
         except ToolkitError as e:
             if isinstance(e, HopelessError):

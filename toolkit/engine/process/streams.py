@@ -15,17 +15,21 @@ log = logging.getLogger(__name__)
 
 
 class Streams:
-    """By the requests' ids; any thread may call."""
+    """By the ids that requests have in the engine, and by the names that callers know them by; any thread may call. No
+    id is used twice, as a name may be: what the engine still says of a request that was left is not for the next one.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[str, RequestStream] = {}
+        self._ids: dict[str, str] = {}  # by name
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._streams
+    def id_of(self, name: str) -> str | None:
+        """None where no request of that name is followed."""
+        return self._ids.get(name)
 
     @property
     def busy(self) -> bool:
@@ -36,20 +40,23 @@ class Streams:
 
     def follow(self, stream: RequestStream, send: Callable[[], None]) -> None:
         """Follow a request that ``send`` hands to the engine. Raises what that raises, then it is not followed; and
-        UsageError where another of its id runs. ``fail_all`` either finds the request or comes before ``send``."""
+        UsageError where another of its name runs. ``fail_all`` either finds the request or comes before ``send``."""
         with self._lock:
-            if stream.id in self._streams:
-                raise UsageError(f"request id {stream.id!r} is already running")
-            self._streams[stream.id] = stream
+            if stream.name in self._ids:
+                raise UsageError(f"request id {stream.name!r} is already running")
+            self._streams[stream.id], self._ids[stream.name] = stream, stream.id
             try:
                 send()
             except BaseException:
-                del self._streams[stream.id]
+                del self._streams[stream.id], self._ids[stream.name]
                 raise
 
     def leave(self, stream: RequestStream) -> bool:
         """Follow it no more. Returns whether the engine still works on it."""
-        return self._streams.pop(stream.id, None) is not None and not stream.engine_done
+        followed = self._streams.pop(stream.id, None) is not None  # without the lock: a finalizer may call in its midst
+        if followed:
+            del self._ids[stream.name]
+        return followed and not stream.engine_done
 
     def deliver(self, outputs: list[EngineOutput]) -> None:
         """Outputs of requests that have gone are dropped."""

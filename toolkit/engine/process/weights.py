@@ -28,6 +28,7 @@ class Weights:
         self._gone: frozenset[str] = frozenset(PARTS) if empty else frozenset()
         self._updating = False
         self._update_lock = threading.Lock()
+        self._lock = threading.Lock()  # around what is asked of the core and what that says of the weights
 
     @property
     def asleep(self) -> bool:
@@ -44,18 +45,20 @@ class Weights:
     def sleep(self) -> None:
         """Give the model's memory back until ``wake``; what still runs ends in an error, as does what comes meanwhile.
         Returns when it is done. Raises ToolkitError where the engine is down."""
-        before, self._gone = self._gone, frozenset(PARTS)
-        try:
-            self._call("sleep")
-        except BaseException:
-            self._gone = before
-            raise
+        with self._lock:
+            before, self._gone = self._gone, frozenset(PARTS)
+            try:
+                self._call("sleep")
+            except BaseException:
+                self._gone = before
+                raise
 
     def wake(self, parts: Sequence[str] = PARTS) -> None:
         """Load what ``sleep`` gave back: "weights", "kv_cache". Raises ToolkitError where that fails; it sleeps on."""
         if unknown := next((part for part in parts if part not in PARTS), None):
             raise UsageError(f"tags: expected {' and '.join(PARTS)}, found {unknown!r:.40}")
-        self._gone = frozenset(self._call("wake", *parts))
+        with self._lock:
+            self._gone = frozenset(self._call("wake", *parts))
 
     def update(self, files: WeightFiles, mode: str = "wait") -> None:
         """Run with the tensors of ``files`` in place of the model's from now on, through sleep and restart; it closes
@@ -76,12 +79,13 @@ class Weights:
                     while mode == "wait" and self._busy():
                         time.sleep(DRAIN_LOOK_S)
                     try:
-                        self._gone = frozenset(self._call("update_weights", str(files.path), mode == "keep"))
+                        with self._lock:
+                            self._gone = frozenset(self._call("update_weights", str(files.path), mode == "keep"))
+                            before, self.new, self.empty = self.new, files, False
                     except ToolkitError as e:
                         raise type(e)(f"update_weights: {e}") from e
                 finally:
                     self._updating = False
-                before, self.new, self.empty = self.new, files, False
         except BaseException:
             files.close()
             raise
@@ -90,7 +94,8 @@ class Weights:
 
     def lost(self) -> None:
         """The engine's process is gone. One that comes back is awake, if it has weights."""
-        self._gone = frozenset(PARTS) if self.empty else frozenset()
+        with self._lock:  # those that asked are told before this is called
+            self._gone = frozenset(PARTS) if self.empty else frozenset()
 
     def close(self) -> None:
         """Nothing is loaded any more."""

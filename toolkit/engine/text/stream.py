@@ -80,8 +80,11 @@ class RequestStream:
         tokenizer: Tokenizer,
         wake: Callable[[], None],
         timings: Timings | None = None,
+        name: str | None = None,
     ) -> None:
+        """``name``: what its caller calls the request, None: ``request_id``, which is the engine's."""
         self.id = request_id
+        self.name = request_id if name is None else name
         self.wake = wake
         self.timings = timings or Timings()
         self.ended = False  # no more Responses will come

@@ -134,17 +134,31 @@ async def run_choices(
 
 
 def _run(state: ServerState, engine_id: str, choice: Choice) -> AsyncGenerator[Response, None]:
-    if choice.budget is None:
-        return _run_one(state, engine_id, choice)
-    run = lambda part, mark: _run_one(state, engine_id + mark, part)  # noqa: E731
-    return within(choice.budget, choice, state.engine.tokenizer, run)
+    return _run_one(state, engine_id, choice) if choice.budget is None else _run_parts(state, engine_id, choice)
 
 
-async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncGenerator[Response, None]:
+async def _run_parts(state: ServerState, engine_id: str, choice: Choice) -> AsyncGenerator[Response, None]:
+    """A choice whose thought may be cut: to the engine what comes then is another request, in the books it is one."""
+    assert choice.budget is not None
+    clock = RequestClock(state.metrics, len(choice.token_ids), current_user().name)
+    run = lambda part, mark: _run_one(state, engine_id + mark, part, clock)  # noqa: E731
+    try:
+        async with contextlib.aclosing(within(choice.budget, choice, state.engine.tokenizer, run)) as stream:
+            async for response in stream:
+                clock.reason = response.finish_reason or clock.reason
+                yield response
+    finally:
+        clock.finish()
+
+
+async def _run_one(
+    state: ServerState, engine_id: str, choice: Choice, clock_of_all: RequestClock | None = None
+) -> AsyncGenerator[Response, None]:
+    """``clock_of_all``: of a choice that this is a part of; whoever has it books its end."""
     user, rejected = current_user(), 0
-    clock = RequestClock(state.metrics, len(choice.token_ids), user.name)
+    clock = clock_of_all or RequestClock(state.metrics, len(choice.token_ids), user.name)
     share = state.settings.key_share if user.rules.share is None else user.rules.share
-    reason, cached = "abort", 0
+    clock.reason = "abort"
     state.active[engine_id] = Running(user.owner, choice.label)
     stream = state.engine.generate(
         choice.token_ids,
@@ -163,30 +177,30 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
     )
     try:
         async for response in stream:
-            cached = response.cached_tokens
-            clock.tokens_arrived(len(response.token_ids), cached)
+            clock.tokens_arrived(len(response.token_ids), response.cached_tokens)
             if (held := account.get() or (stays.get() if response.routed_experts is not None else None)) is not None:
                 held.add(_bytes(response), user.id)
             wrong = response.rejected_tokens - rejected if choice.prediction else 0  # computed for nothing, as it asked
             rejected = response.rejected_tokens
             state.quotas.spend(user, len(response.token_ids) + wrong)
             if response.finish_reason is not None:
-                reason = response.finish_reason
+                clock.reason = response.finish_reason
                 _raise_if_failed(response, state.closing)
             yield response
     except ApiError:
         raise
     except Exception:
-        reason = "error"
+        clock.reason = "error"
         raise
     finally:
         state.active.pop(engine_id, None)
-        if reason == "abort":
+        if clock.reason == "abort":
             state.engine.abort(engine_id)
         with contextlib.suppress(Exception):
             await stream.aclose()
-        clock.finish(reason, cached)
-        logger.info("%s: %s after %d tokens", engine_id, reason, clock.tokens)
+        if clock_of_all is None:
+            clock.finish()
+        logger.info("%s: %s after %d tokens", engine_id, clock.reason, clock.tokens)
 
 
 def _config(choice: Choice) -> GenerationConfig:

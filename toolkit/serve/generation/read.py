@@ -40,8 +40,13 @@ async def read_body(request: Request) -> bytes:
         async for part in request.stream():
             parts.append(part)
     except ClientDisconnect as error:
-        raise ApiError(499, "request: the client went away before it was read") from error
+        raise left_early() from error
     return b"".join(parts)
+
+
+def left_early() -> ApiError:
+    """Of a client that has left; the log alone tells of it."""
+    return ApiError(499, "request: the client went away before it was read")
 
 
 def parse_body(model: type[M], body: bytes, check: Callable[[Any], None] = lambda data: None) -> M:

@@ -189,7 +189,7 @@ class ServerMetrics:
 
 class RequestClock:
     """Times one choice of ``user`` from its creation to ``finish`` and books it: its tokens as they come, the rest at
-    its end."""
+    its end. ``reason``: that of its end, the finish_reason of its choice (``abort`` for a client that went away)."""
 
     def __init__(self, metrics: ServerMetrics, prompt_tokens: int, user: str = "") -> None:
         self.metrics = metrics
@@ -200,9 +200,13 @@ class RequestClock:
         self.first: float | None = None
         self.last = 0.0
         self.tokens = 0
+        self.cached_tokens = 0
+        self.reason = "abort"
 
     def tokens_arrived(self, count: int, cached_tokens: int) -> None:
         """``count`` more have been generated; the prompt is through by then, ``cached_tokens`` of it from the cache."""
+        if self.first is None:
+            self.cached_tokens = cached_tokens
         if not count:
             return
         now = time.perf_counter()
@@ -210,16 +214,16 @@ class RequestClock:
             self.first = now
             self.metrics.ttft.observe(now - self.start)
             self.metrics.waits.labels(self.user).observe(now - self.start)
-            self._book_prompt(cached_tokens)
+            self._book_prompt()
         else:
             self.metrics.itl.observe(now - self.last)
         self.last = now
         self.tokens += count
         self.metrics.generation_tokens.inc(count)
 
-    def finish(self, reason: str, cached_tokens: int) -> None:
-        """Book the end; ``reason`` is the choice's finish_reason (``abort`` for a client that went away)."""
-        end = time.perf_counter()
+    def finish(self) -> None:
+        """Book the end."""
+        end, reason = time.perf_counter(), self.reason
         self.metrics.finished.labels(reason).inc()
         if self.metrics.traces is not None:
             self.metrics.traces.record(
@@ -228,11 +232,11 @@ class RequestClock:
                 self.first,
                 usage__prompt_tokens=self.prompt_tokens,
                 usage__completion_tokens=self.tokens,
-                usage__cached_tokens=cached_tokens,
+                usage__cached_tokens=self.cached_tokens,
                 response__finish_reason=reason,
             )
         if self.first is None:
-            self._book_prompt(cached_tokens)
+            self._book_prompt()
         if reason in ("stop", "length"):
             self.metrics.e2e.observe(end - self.start)
             self.metrics.prompt_size.observe(self.prompt_tokens)
@@ -240,6 +244,6 @@ class RequestClock:
             if self.first is not None and self.tokens > 1:
                 self.metrics.tpot.observe((end - self.first) / (self.tokens - 1))
 
-    def _book_prompt(self, cached_tokens: int) -> None:
+    def _book_prompt(self) -> None:
         self.metrics.prompt_tokens.inc(self.prompt_tokens)
-        self.metrics.cached_tokens.inc(cached_tokens)
+        self.metrics.cached_tokens.inc(self.cached_tokens)

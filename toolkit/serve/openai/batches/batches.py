@@ -25,7 +25,7 @@ from toolkit.serve.openai.batches.lines import Bounds, JsonLines
 from toolkit.serve.openai.batches.loop import Stopped, Tally, Turns
 from toolkit.serve.openai.batches.results import Results
 from toolkit.serve.openai.batches.seen import Seen
-from toolkit.serve.openai.batches.store import FileStore, StorageFull, Stored, new_id
+from toolkit.serve.openai.batches.store import FileStore, StorageFull, Stored, new_id, no_room
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -129,7 +129,7 @@ class Batches:
     def _room(self) -> int:
         """Lines that may be answered at once: others' requests always find free places."""
         state = self._state
-        if state.closing or state.sleeping or state.engine.outage is not None:
+        if state.closing or state.sleeping or state.draining or state.engine.outage is not None:
             return 0
         most = state.engine.max_batch_size
         places = min(state.settings.max_concurrent_requests or most, most)
@@ -192,8 +192,10 @@ class Batches:
         self._all[batch.id] = batch  # it counts
         try:
             await self.store.save("batches", deepcopy(batch))
-        except BaseException:
+        except BaseException as error:
             self._forget(batch)
+            if isinstance(error, OSError):
+                raise no_room(error) from error
             raise
         self._start(batch)
         return batch

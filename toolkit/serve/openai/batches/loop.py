@@ -178,14 +178,11 @@ async def run(
         told()
 
     async def one(line: Line, digest: str, asked: Asked) -> None:
-        try:
-            answer = await _answer(app, asked.url, as_json(prepare(asked)), turns)
-            tally.spend(answer)
-            good = answer.status == 200
-            name, request_id = asked.custom_id, answer.request_id
-            put(results.answered(line.number, digest, name, answer.status, request_id, answer.body), good)
-        finally:
-            turns.end()
+        answer = await _answer(app, asked.url, as_json(prepare(asked)), turns)
+        tally.spend(answer)
+        good = answer.status == 200
+        name, request_id = asked.custom_id, answer.request_id
+        put(results.answered(line.number, digest, name, answer.status, request_id, answer.body), good)
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -206,7 +203,8 @@ async def run(
                     continue
                 if before is None:
                     await turns.begin()
-                    tasks.create_task(one(line, digest, asked))
+                    task = tasks.create_task(one(line, digest, asked))
+                    task.add_done_callback(lambda _: turns.end())  # also of one that was cancelled before it began
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
 
@@ -214,7 +212,8 @@ async def run(
 async def _answer(app: ASGIApp, url: str, body: bytes, turns: Turns) -> Answer:
     """The answer to one line, asked again while the server cannot take it. Raises Stopped."""
     for pause in (*AGAIN, None):
-        answer = await ask(app, url, body)
+        # A task of its own: the server has a request for as long, and sleep and new weights wait for all that it has.
+        answer = await asyncio.create_task(ask(app, url, body))
         if answer.status not in (429, 503) or pause is None:
             break
         if b'"code":"shutting_down"' in answer.body:

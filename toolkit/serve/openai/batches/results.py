@@ -138,5 +138,8 @@ class Results:
             raise
 
     def close(self) -> None:
-        os.fsync(self._file)
-        os.close(self._file)
+        """Raises OSError where the disk has not taken what was written."""
+        try:
+            os.fsync(self._file)
+        finally:
+            os.close(self._file)

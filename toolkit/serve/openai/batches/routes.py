@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
+from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse
 from starlette.responses import Response as HttpResponse
 
 from toolkit.configs.checks import shown
-from toolkit.serve.generation.read import parse
+from toolkit.serve.generation.read import left_early, parse
 from toolkit.serve.http.access.auth import KEY
 from toolkit.serve.http.errors import ApiError, bad_field
 from toolkit.serve.http.intake import UPLOADS
@@ -62,7 +65,7 @@ async def upload(raw: Request) -> HttpResponse:
     batches.store.check_room(owner, int(declared) if declared.isdecimal() else 0)
     if not raw.headers.get("content-type", "").startswith("multipart/form-data"):
         raise ApiError(415, "Content-Type: expected multipart/form-data with file and purpose", code="content_type")
-    async with batches.upload(owner), raw.form(max_files=1, max_fields=8, max_part_size=1 << 12) as form:
+    async with batches.upload(owner), _form(raw) as form:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
             raise bad_field("file", "required, but missing", "missing_field")
@@ -74,6 +77,22 @@ async def upload(raw: Request) -> HttpResponse:
         kept = limits.file_seconds if seconds is None else min(seconds, limits.file_seconds)
         stored = await batches.store.add(file.file, owner, name, "batch", kept)
     return json_response(stored.card())
+
+
+@asynccontextmanager
+async def _form(raw: Request) -> AsyncIterator[FormData]:
+    """The form of an upload, whose file is a temporary one meanwhile. Raises ApiError."""
+    try:
+        form = await raw.form(max_files=1, max_fields=8, max_part_size=1 << 12)
+    except ClientDisconnect as error:
+        raise left_early() from error
+    except OSError as error:
+        text = f"files cannot be kept while they arrive ({error.strerror}); the server's TMPDIR says where"
+        raise ApiError(500, text, code="storage_full") from error
+    try:
+        yield form
+    finally:
+        await form.close()
 
 
 def _seconds(anchor: Any, seconds: Any) -> int | None:
