@@ -225,6 +225,25 @@ def test_linears_that_were_left_dense_stay_so(tiny_models: Any, tmp_path: Path, 
     assert set(stated["modules_to_not_convert"]) >= set(skipped)
 
 
+@pytest.mark.parametrize(
+    ("to", "field"),
+    [
+        ("fp8", "modules_to_not_convert"),
+        ("w8a8", "modules_to_not_convert"),
+        ("compressed-tensors", "ignore"),
+    ],
+)
+def test_what_a_model_sees_with_is_named_as_dense(tiny_models: Any, tmp_path: Path, to: str, field: str) -> None:
+    source = tiny_models("qwen2_vl")
+    if to == "compressed-tensors":
+        rewrite(str(source), tmp_path / "w8a8", to="w8a8")
+        source = tmp_path / "w8a8"
+    rewrite(str(source), tmp_path / "m", to=to)
+    stated = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
+    seeing = [n for n in open_checkpoint(source).names() if "visual" in n and n.endswith(("qkv.weight", "fc1.weight"))]
+    assert seeing and {n.removesuffix(".weight") for n in seeing} <= set(stated[field])
+
+
 @pytest.mark.parametrize("to", ["awq", "gptq", "gptq_v2", "auto_round"])
 def test_a_model_whose_head_alone_is_quantized_is_quantized(tiny_models: Any, tmp_path: Path, to: str) -> None:
     head = tmp_path / "head"

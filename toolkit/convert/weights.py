@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
 from toolkit.artifacts.formats.describe import Layout, form_name, layout_of
-from toolkit.artifacts.formats.writers import WRITERS, Writer, adapt
+from toolkit.artifacts.formats.writers import WRITERS, Writer, adapt, vision_linears
 from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.output.stage import Stage
 from toolkit.artifacts.weights import as_stored, cache_scales, is_present, load_stored, split_parts
@@ -56,7 +56,9 @@ def write_weights(work: Work, stage: Stage) -> tuple[list[str], dict[str, Any]]:
 
     def config(kept: dict[str, Any]) -> dict[str, Any]:
         if work.to != "hf":
-            kept["quantization_config"] = WRITERS[work.to].config(work.layouts)
+            kept["quantization_config"] = WRITERS[work.to].config(
+                work.layouts | dict.fromkeys(vision_linears(work.stored))
+            )
         elif work.dtype != "auto" or work.widened:
             kept.pop("dtype", None)
             kept["torch_dtype"] = work.dtype if work.dtype != "auto" else "float32"
