@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from toolkit.artifacts.canonical import GroupInt
 from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.formats import blocked_fp8
 from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
 from toolkit.artifacts.formats.describe import layout_of
-from toolkit.artifacts.formats.writers import WRITERS
+from toolkit.artifacts.formats.writers import WRITERS, Writer
 from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.manifest import read_manifest
 from toolkit.artifacts.output import stage
@@ -771,3 +772,48 @@ def test_formats_are_those_of_the_help() -> None:
     assert set(FORMATS) == {
         "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "w8a8", "fp8", "mxfp4", "gguf", "hf",
     }  # fmt: skip
+
+
+def _floats_a_row(model: Path, target: Path) -> Path:
+    """``model`` with its linears in float8, a scale a row, by a scheme that rounds weights alone."""
+    target.mkdir()
+    tensors = load_file(model / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        scales = tensors[name].float().abs().amax(1, keepdim=True) / 448
+        tensors[name] = (tensors[name].float() / scales).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = scales
+    save_file(tensors, target / "model.safetensors")
+    scheme = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    stated = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}},
+        "ignore": ["lm_head"],
+    }
+    config = json.loads((model / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    return target
+
+
+def test_float8_of_weights_alone_stays_so(tiny_models: Any, tmp_path: Path) -> None:
+    source = _floats_a_row(tiny_models("llama", **PLAIN), tmp_path / "rows")
+    rewrite(str(source), tmp_path / "m", to="compressed-tensors")
+    assert same(source, tmp_path / "m")
+    stated = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert [group["weights"]["strategy"] for group in stated.values()] == ["channel"]
+    assert stated["group_0"]["input_activations"] is None and stated["group_0"]["targets"] == ["Linear"]
+
+
+def test_tiles_that_a_format_cannot_state_together_are_refused_at_the_first(
+    tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = _floats_a_row(tiny_models("llama", **PLAIN), tmp_path / "rows")
+    written: list[str] = []
+    write = blocked_fp8.write_linear
+    note = Writer(
+        "fp8", blocked_fp8.cannot_hold, lambda name, w: written.append(name) or write(name, w), blocked_fp8.config
+    )
+    monkeypatch.setitem(WRITERS, "fp8", note)
+    with pytest.raises(ToolkitError, match=r"^.*rows: blocked fp8: expected one tile size .*; use compressed-tensors$"):
+        rewrite(str(source), tmp_path / "m", to="fp8")
+    assert all(".layers.0." in name for name in written)

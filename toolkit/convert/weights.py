@@ -134,13 +134,25 @@ def _quantized_module(
         value = _fitting(work, item, value, writer)
     quantized = not isinstance(value, Dense) and (item.kind == "linear" or writer.cannot_hold(value) is None)
     if item.kind in ("linear", "router", "head"):
-        work.layouts[item.name] = layout_of(value) if quantized else None
+        _note_layout(work, writer, item.name, layout_of(value) if quantized else None)
     if item.kind == "embed" or not quantized:
         yield from as_stored(item, _exact(work, item.name, value), bias)
         return
     yield from writer.write_module(item, value)
     if bias is not None:
         yield item.bias_name, bias.reshape(item.bias_shape)
+
+
+def _note_layout(work: Work, writer: Writer, name: str, layout: Layout | None) -> None:
+    """Raises ToolkitError where the format cannot state it beside the others, before more is written."""
+    known = layout is None or layout in work.layouts.values()
+    work.layouts[name] = layout
+    if known:
+        return
+    try:
+        writer.config(work.layouts)
+    except ToolkitError as error:
+        raise ToolkitError(f"{work.checkpoint.path}: {error}") from None
 
 
 def _fitting(work: Work, item: StoredTensor, value: Weight, writer: Writer) -> Weight:

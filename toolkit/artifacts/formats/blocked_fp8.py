@@ -99,7 +99,9 @@ def config(layouts: Mapping[str, Layout | None], *, scale_fmt: str | None = None
     blocks = {layout.block for layout in layouts.values() if layout}
     if len(blocks) != 1 or (block := next(iter(blocks))) is None:
         sizes = ", ".join(sorted(map(str, blocks))) or "none"
-        raise ToolkitError(f"blocked fp8: expected one tile size for the whole model, found {sizes}")
+        raise ToolkitError(
+            f"blocked fp8: expected one tile size for the whole model, found {sizes}; use compressed-tensors"
+        )
     found: dict[str, Any] = {
         "quant_method": METHOD,
         "fmt": "e4m3",
