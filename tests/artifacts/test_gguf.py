@@ -20,12 +20,13 @@ from safetensors.torch import load_file
 
 from toolkit.artifacts.canonical import Dense, GroupInt
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.gguf.checkpoint import generation_config
 from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.gguf.metadata import unsupported
 from toolkit.artifacts.gguf.pre_tokenizers import BY_NAME, EITHER, STEPS, WHOLE_PIECES, build_cuts, name_of
 from toolkit.artifacts.gguf.tokenizer import build_tokenizer
 from toolkit.artifacts.text.tokenizer import Tokenizer
-from toolkit.artifacts.text.tokenizer_pieces import CONTROL, USER_DEFINED
+from toolkit.artifacts.text.tokenizer_pieces import CONTROL, NORMAL, USER_DEFINED
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.models import registry
@@ -121,6 +122,23 @@ def test_side_files_make_a_working_tokenizer(tiny_models: Any, tmp_path: Path, f
     assert ours.chat_template == "{{ messages[0]['content'] }}"
     assert open_checkpoint(tmp_path / "m.gguf").tokenizer_dir == checkpoint.tokenizer_dir
     assert len(list((home / "gguf").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("named", "ends"),
+    [
+        (["<|im_end|>", "<|endoftext|>", "plain"], [0, 1]),
+        (["<|im_end|>", "<|end|>", "<|return|>", "<|call|>"], [0, 2, 3]),
+        (["</s>", "text"], 0),
+    ],
+)
+def test_tokens_that_end_an_answer_by_their_names(named: list[str], ends: Any) -> None:
+    """As llama.cpp has them; not those that are plain pieces of text."""
+    tokens = [*named, "<|eot_id|>"]
+    types = [NORMAL if token in ("plain", "text", "<|eot_id|>") else CONTROL for token in tokens]
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": np.array(types, np.int32)}
+    assert generation_config(metadata | {"tokenizer.ggml.eos_token_id": 0})["eos_token_id"] == ends
+    assert "eos_token_id" not in generation_config(metadata)
 
 
 def test_several_chat_templates(tiny_models: Any, tmp_path: Path, files: Any, home: Path) -> None:

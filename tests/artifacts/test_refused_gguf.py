@@ -130,6 +130,11 @@ DISAGREE = "config.json and weights disagree"
         (key(f"{T}.merges", ["zz yy"]), f"{T}.merges: Error while initializing BPE: Token `zz` out of vocabulary"),
         (key(f"{T}.unknown_token_id", 320), f"{T}.unknown_token_id: expected a token id below 320, found 320"),
         (key("llama.rope.scaling.type", "spiral"), "llama.rope.scaling.type: expected linear or yarn, found 'spiral'"),
+        (
+            key("split.count", 3),
+            "is one of 3 files of a model, which are not read here; join them with llama.cpp's llama-gguf-split "
+            "--merge FIRST-FILE OUT.gguf",
+        ),
         (key("llama.block_count", 10**6), "llama.block_count: expected at most 1000, found 1000000"),
         (
             key("llama.attention.head_count", "four"),

@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,10 @@ from toolkit.artifacts.gguf.keys import check_kinds
 from toolkit.artifacts.gguf.tokenizer import write_tokenizer
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.json_file import write_json_object
+from toolkit.artifacts.text.tokenizer_pieces import CONTROL, USER_DEFINED
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.base.whole_file import sync
+from toolkit.errors import ToolkitError
 from toolkit.models.gguf import Gguf
 from toolkit.models.mtp import COPIES, FURTHER, NEXTN, deeper, nextn_of
 from toolkit.models.registry import build
@@ -36,6 +39,11 @@ if TYPE_CHECKING:
 SHARED = (
     "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "max_position_embeddings",
 )  # fmt: skip
+# Of llama.cpp's end-of-generation tokens those that special tokens of models are called.
+_ENDS = {
+    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<|return|>", "<|call|>",
+    "<end_of_turn>", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<EOT>", "_<EOT>",
+}  # fmt: skip
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -144,6 +152,12 @@ def open_gguf(path: Path) -> GgufFile:
     container = read_container(path)
     metadata = container.metadata
     check_kinds(path, metadata)
+    count = metadata.get("split.count", 0)
+    if isinstance(count, int) and count > 1:
+        raise ToolkitError(
+            f"{path}: is one of {count} files of a model, which are not read here; join them with llama.cpp's "
+            "llama-gguf-split --merge FIRST-FILE OUT.gguf"
+        )
     family, spelling = family_of(path, metadata)
     factors = {
         name: container.raw(name).view("<f4")
@@ -165,7 +179,7 @@ def open_gguf(path: Path) -> GgufFile:
         read += more
     for name, info, source, change in hf_tensors(path, spelling, tensors, whole, read, text):
         infos[name], found[name] = info, (source, change)
-    generation = _generation_config(metadata)
+    generation = generation_config(metadata)
     if eyes is None or spec.vision is None:
         return GgufFile(container, config, generation, infos, found)
     towers = eyes.find(spec.vision, stored)
@@ -190,12 +204,26 @@ def _with_mtp(
     return replace(spelling, names={**spelling.names, **names}), deep[0], more
 
 
-def _generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
+def generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file's metadata say for generation_config.json."""
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
     ends = [ids["eos"]] if ids["eot"] in (None, ids["eos"]) else [ids["eos"], ids["eot"]]
+    ends += [i for i in _named_ends(metadata) if i not in ends]
     found = {
         "bos_token_id": ids["bos"],
         "eos_token_id": ends[0] if len(ends) == 1 else ends,
         "pad_token_id": ids["padding"],
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _named_ends(metadata: Mapping[str, Any]) -> list[int]:
+    """Ids of tokens that by their names end an answer, as in llama.cpp: files have places for two alone."""
+    types = metadata.get("tokenizer.ggml.token_type")
+    if metadata.get("tokenizer.ggml.eos_token_id") is None or types is None:
+        return []
+    tokens = zip(metadata.get("tokenizer.ggml.tokens") or (), types, strict=False)
+    found = {text: i for i, (text, kind) in enumerate(tokens) if text in _ENDS and kind in (CONTROL, USER_DEFINED)}
+    if "<|return|>" in found:
+        found.pop("<|end|>", None)  # of gpt-oss, which ends a message of several
+    return sorted(found.values())
