@@ -817,3 +817,45 @@ def test_tiles_that_a_format_cannot_state_together_are_refused_at_the_first(
     with pytest.raises(ToolkitError, match=r"^.*rows: blocked fp8: expected one tile size .*; use compressed-tensors$"):
         rewrite(str(source), tmp_path / "m", to="fp8")
     assert all(".layers.0." in name for name in written)
+
+
+@pytest.mark.parametrize("place", [("compression_config",), ("text_config", "quantization_config")])
+def test_where_else_quantization_is_told(tiny_models: Any, tmp_path: Path, place: tuple[str, ...]) -> None:
+    """As LMDeploy and vLLM find it; what is written has it at the top."""
+    made = tmp_path / "made"
+    rewrite(str(tiny_models("llama" if len(place) == 1 else "qwen2_vl")), made, to="w8a8")
+    other = Path(shutil.copytree(made, tmp_path / "other"))
+    (other / "manifest.json").unlink()
+    config = json.loads((other / "config.json").read_text())
+    told = config.pop("quantization_config")
+    (config if len(place) == 1 else config[place[0]])[place[-1]] = told
+    (other / "config.json").write_text(json.dumps(config))
+    assert same(made, other)
+    rewrite(str(other), tmp_path / "again", to="w8a8")
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == json.loads(
+        (made / "config.json").read_text()
+    )
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_model_s_own_classes_are_found_by_others(tiny_models: Any, tmp_path: Path, there: bool) -> None:
+    """Code that lies beside it goes with it; what was left on the hub is told to be there."""
+    snapshot = tmp_path / "models--acme--tiny" / "snapshots" / ("0" * 40)
+    shutil.copytree(tiny_models("llama"), snapshot)
+    for name, classes in (("config.json", "modeling_a.A"), ("tokenizer_config.json", ["tokens.B", None])):
+        data = json.loads((snapshot / name).read_text())
+        (snapshot / name).write_text(json.dumps(data | {"auto_map": {"AutoA": classes, "AutoB": "who/else--c.C"}}))
+    if there:
+        for name in ("modeling_a.py", "tokens.py", "helper.py"):
+            (snapshot / name).write_text(f"# {name}\n")
+    rewrite(str(snapshot), tmp_path / "m", to="w8a8")
+    begin = "" if there else "acme/tiny--"
+    for name, classes in (
+        ("config.json", f"{begin}modeling_a.A"),
+        ("tokenizer_config.json", [f"{begin}tokens.B", None]),
+    ):
+        found = json.loads((tmp_path / "m" / name).read_text())["auto_map"]
+        assert found == {"AutoA": classes, "AutoB": "who/else--c.C"}
+    assert {file.name for file in (tmp_path / "m").glob("*.py")} == (
+        {"modeling_a.py", "tokens.py", "helper.py"} if there else set()
+    )
