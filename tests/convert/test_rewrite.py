@@ -28,6 +28,7 @@ from toolkit.artifacts.output import stage
 from toolkit.artifacts.rounding import to_group_int
 from toolkit.artifacts.scales import Scales, write_scales
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.artifacts.text_head import find_head, head_numbers, own_modules
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.convert.formats import FORMATS, rewrite
 from toolkit.errors import ToolkitError, UsageError
@@ -243,6 +244,23 @@ def test_what_a_model_sees_with_is_named_as_dense(tiny_models: Any, tmp_path: Pa
     stated = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
     seeing = [n for n in open_checkpoint(source).names() if "visual" in n and n.endswith(("qkv.weight", "fc1.weight"))]
     assert seeing and {n.removesuffix(".weight") for n in seeing} <= set(stated[field])
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_a_classifier_keeps_its_head_among_its_weights(tiny_models: Any, tmp_path: Path, family: str) -> None:
+    """Where other tools look for it; they are told that it is dense."""
+    source, target = tiny_models(family, labels=3), tmp_path / "m"
+    rewrite(str(source), target, to="w8a8")
+    heads = own_modules(open_checkpoint(source))
+    assert "classifier" in heads and not list(target.glob("text_head*"))
+    tensors, exact = load_file(target / "model.safetensors"), load_file(source / "model.safetensors")
+    assert all(torch.equal(tensors[f"{name}.weight"], exact[f"{name}.weight"]) for name in heads)
+    stated = json.loads((target / "config.json").read_text())["quantization_config"]
+    assert set(heads) <= set(stated["modules_to_not_convert"])
+    head = find_head(target)
+    assert head is not None and head == find_head(source)
+    before, after = head_numbers(source, head), head_numbers(target, head)
+    assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
 
 
 @pytest.mark.parametrize("to", ["awq", "gptq", "gptq_v2", "auto_round"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from toolkit.base.record import plain, read
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import find_family, text_head
 from toolkit.models.spec import HeadActivation, HeadLayer, Pooling, TextHead
+
+if TYPE_CHECKING:
+    from toolkit.artifacts.checkpoint import Checkpoint
 
 # Of sentence-transformers: how texts are read, and what is written before them.
 TEXTS, PROMPTS = "sentence_bert_config.json", "config_sentence_transformers.json"
@@ -129,11 +132,21 @@ def head_numbers(directory: Path, head: TextHead) -> Arrays:
     return found
 
 
-def write_head(source: Path, target: Path) -> list[str]:
+def own_modules(checkpoint: Checkpoint) -> list[str]:
+    """Modules among the weights of a classifier that its head is made of, which no spec names."""
+    head = None if checkpoint.gguf is not None else text_head(checkpoint.config, f"{checkpoint.path}: config.json")
+    layers = head.layers if head is not None else ()
+    spelled = (next((n for n in (x.name, *x.others) if f"{n}.weight" in checkpoint), "") for x in layers)
+    return [name for name in spelled if name]
+
+
+def write_head(source: Path, target: Path, *, apart: bool = True) -> list[str]:
     """Write what ``source`` says to an artifact; returns the files' names. What is said by the pooling alone is left to
-    its own file."""
+    its own file; unless ``apart``, a classifier's layers to the weights that they are among."""
     head = find_head(source)
     if head is None or not head.layers:
+        return []
+    if not apart and not (source / HEAD).is_file() and not any(layer.file for layer in head.layers):
         return []
     from safetensors.numpy import save_file
 

@@ -15,6 +15,7 @@ from toolkit.artifacts.formats.describe import Layout, form_name, layout_of
 from toolkit.artifacts.formats.writers import WRITERS, Writer, adapt, vision_linears
 from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.output.stage import Stage
+from toolkit.artifacts.text_head import own_modules
 from toolkit.artifacts.weights import as_stored, cache_scales, is_present, load_stored, split_parts
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import DecoderSpec, StoredTensor
@@ -57,7 +58,7 @@ def write_weights(work: Work, stage: Stage) -> tuple[list[str], dict[str, Any]]:
     def config(kept: dict[str, Any]) -> dict[str, Any]:
         if work.to != "hf":
             kept["quantization_config"] = WRITERS[work.to].config(
-                work.layouts | dict.fromkeys(vision_linears(work.stored))
+                work.layouts | dict.fromkeys([*vision_linears(work.stored), *own_modules(work.checkpoint)])
             )
         elif work.dtype != "auto" or work.widened:
             kept.pop("dtype", None)

@@ -11,6 +11,7 @@ from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.json_file import read_json_object, write_json_object
 from toolkit.artifacts.manifest import hub_origin
 from toolkit.artifacts.side_files import copy_side_files
+from toolkit.artifacts.text_head import own_modules
 from toolkit.artifacts.weight_files.find import INDEX
 from toolkit.artifacts.weight_files.safetensors_file import write_tensors
 
@@ -52,11 +53,23 @@ def write_checkpoint(
 ) -> None:
     """Write what ``source`` has become to ``target``. ``config``: its config.json, but for what is said there of
     quantization, → the new one; asked when all ``tensors`` are written. OSError passes through."""
-    write_model(target, tensors)
+    write_model(target, _with_own_head(source, tensors))
     kept = {key: value for key, value in source.config.items() if key != "quantization_config"}
     write_json_object(target / "config.json", config(kept))
-    copy_side_files(source, target)
+    copy_side_files(source, target, head_apart=False)
     _keep_code(source.path, target)
+
+
+def _with_own_head(source: Checkpoint, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """``tensors`` and, where they lack it, what a classifier has behind its hidden states, as it was."""
+    left = [f"{name}.{part}" for name in own_modules(source) for part in ("weight", "bias")]
+    left = [name for name in left if name in source]
+    for name, tensor in tensors:
+        if name in left:
+            left.remove(name)
+        yield name, tensor
+        del tensor  # before the next one is made
+    yield from ((name, source.tensor(name)) for name in left)
 
 
 def _keep_code(source: Path, target: Path) -> None:

@@ -22,6 +22,7 @@ from toolkit.artifacts.join import join_rows
 from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.output.stage import Stage
 from toolkit.artifacts.scales import UNSCALED, AllScales, Scales, read_scales, write_scales
+from toolkit.artifacts.text_head import own_modules
 from toolkit.artifacts.weights import as_stored, load_stored
 from toolkit.errors import ToolkitError
 from toolkit.models.mmproj import Mmproj
@@ -58,7 +59,7 @@ def write_layers(
                     found[name] = {**text, "tie_word_embeddings": False}
         narrow = {n: x for n, x in layouts.items() if x and x.group_size == -1 and x.in_features == group_size}
         stated = layouts | {n: replace(x, group_size=x.in_features) for n, x in narrow.items()}
-        stated |= dict.fromkeys(vision_linears(source.outer))
+        stated |= dict.fromkeys([*vision_linears(source.outer), *own_modules(source.checkpoint)])
         return found | {"quantization_config": writer.config(stated) | dict(extra or {})}
 
     write_checkpoint(stage.dir, source.checkpoint, _tensors(source, stage, writer, dtype, layouts), config)
