@@ -263,6 +263,25 @@ def test_a_classifier_keeps_its_head_among_its_weights(tiny_models: Any, tmp_pat
     assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
 
 
+def test_modules_of_sentence_transformers_stay_as_they_were(tiny_models: Any, tmp_path: Path) -> None:
+    """Other tools pool by them: without they take the first token's vector, or the mean."""
+    source = Path(shutil.copytree(tiny_models("bert"), tmp_path / "st"))
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Normalize": "Normalize"}
+    entries = [{"type": f"sentence_transformers.models.{kind}", "path": path} for path, kind in kinds.items()]
+    (source / "modules.json").write_text(json.dumps(entries))
+    for path in ("1_Pooling", "2_Dense"):
+        (source / path).mkdir()
+    (source / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    (source / "2_Dense" / "config.json").write_text(json.dumps({"activation_function": "torch.nn.Identity"}))
+    save_file({"linear.weight": torch.randn(8, 64)}, source / "2_Dense" / "model.safetensors")
+    rewrite(str(source), tmp_path / "m", to="w8a8")
+    kept = ("modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")
+    assert all((tmp_path / "m" / name).read_bytes() == (source / name).read_bytes() for name in kept)
+    assert not list((tmp_path / "m").glob("text_head*")) and find_head(tmp_path / "m") == find_head(source)
+    manifest = read_manifest(tmp_path / "m")
+    assert manifest is not None and set(kept) <= {entry.name for entry in manifest.files}
+
+
 @pytest.mark.parametrize("to", ["awq", "gptq", "gptq_v2", "auto_round"])
 def test_a_model_whose_head_alone_is_quantized_is_quantized(tiny_models: Any, tmp_path: Path, to: str) -> None:
     head = tmp_path / "head"

@@ -3,6 +3,8 @@ of a classifier. In an artifact it is ``text_head.json`` with the layers' number
 
 from __future__ import annotations
 
+import itertools
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,11 +144,12 @@ def own_modules(checkpoint: Checkpoint) -> list[str]:
 
 def write_head(source: Path, target: Path, *, apart: bool = True) -> list[str]:
     """Write what ``source`` says to an artifact; returns the files' names. What is said by the pooling alone is left to
-    its own file; unless ``apart``, a classifier's layers to the weights that they are among."""
+    its own file; unless ``apart``, layers that the source does not have so to where they are (``own_modules``,
+    ``copy_modules``)."""
     head = find_head(source)
     if head is None or not head.layers:
         return []
-    if not apart and not (source / HEAD).is_file() and not any(layer.file for layer in head.layers):
+    if not apart and not (source / HEAD).is_file():
         return []
     from safetensors.numpy import save_file
 
@@ -154,6 +157,18 @@ def write_head(source: Path, target: Path, *, apart: bool = True) -> list[str]:
     bare = replace(head, layers=tuple(replace(layer, file="", others=()) for layer in head.layers))
     write_json_object(target / HEAD, plain(bare))
     return [HEAD, NUMBERS]
+
+
+def copy_modules(source: Path, target: Path) -> None:
+    """sentence-transformers' modules, which others look for as they were."""
+    if not (source / MODULES).is_file():
+        return
+    shutil.copyfile(source / MODULES, target / MODULES)
+    folders = [entry["path"] for kind in (*_WITHOUT_EFFECT, "Dense") for entry in _modules(source, kind)]
+    for folder, name in itertools.product(filter(None, folders), ("config.json", "model.safetensors")):
+        if (source / folder / name).is_file():
+            (target / folder).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / folder / name, target / folder / name)
 
 
 def pooling_config(directory: Path) -> Path | None:

@@ -11,7 +11,7 @@ from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.json_file import read_json_object, write_json_object
 from toolkit.artifacts.manifest import hub_origin
 from toolkit.artifacts.side_files import copy_side_files
-from toolkit.artifacts.text_head import own_modules
+from toolkit.artifacts.text_head import copy_modules, own_modules
 from toolkit.artifacts.weight_files.find import INDEX
 from toolkit.artifacts.weight_files.safetensors_file import write_tensors
 
@@ -57,6 +57,7 @@ def write_checkpoint(
     kept = {key: value for key, value in source.config.items() if key != "quantization_config"}
     write_json_object(target / "config.json", config(kept))
     copy_side_files(source, target, head_apart=False)
+    copy_modules(source.tokenizer_dir, target)
     _keep_code(source.path, target)
 
 
