@@ -27,7 +27,8 @@ from toolkit.artifacts.manifest import read_manifest
 from toolkit.artifacts.output import stage
 from toolkit.artifacts.rounding import to_group_int
 from toolkit.artifacts.scales import Scales, write_scales
-from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.artifacts.side_files import copy_side_files
+from toolkit.artifacts.text.tokenizer import SLOW_FILES, Tokenizer
 from toolkit.artifacts.text_head import find_head, head_numbers, own_modules
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.convert.formats import FORMATS, rewrite
@@ -896,3 +897,11 @@ def test_a_model_s_own_classes_are_found_by_others(tiny_models: Any, tmp_path: P
     assert {file.name for file in (tmp_path / "m").glob("*.py")} == (
         {"modeling_a.py", "tokens.py", "helper.py"} if there else set()
     )
+
+
+@pytest.mark.parametrize("name", [*SLOW_FILES, "tekken.json", "tiktoken.model", "qwen.tiktoken", "vocab.txt"])
+def test_every_form_of_a_vocabulary_travels(tiny_models: Any, tmp_path: Path, name: str) -> None:
+    source, target = Path(shutil.copytree(tiny_models("llama"), tmp_path / "m")), tmp_path / "next"
+    (source / name).write_text("words")
+    target.mkdir()
+    assert name in copy_side_files(open_checkpoint(source), target) and (target / name).read_text() == "words"

@@ -12,7 +12,8 @@ from toolkit.artifacts.text_head import POOLING_CONFIGS, pooling_config, write_h
 
 _TEXTS_AND_PICTURES = (
     "tokenizer*.json",
-    "tokenizer.model",
+    "*.model",  # also spiece.model, sentencepiece.bpe.model, tiktoken.model
+    "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
@@ -21,7 +22,6 @@ _TEXTS_AND_PICTURES = (
     "vocab.txt",
     "merges.txt",
     "*.tiktoken",
-    "tiktoken.model",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
