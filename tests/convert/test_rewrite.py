@@ -581,6 +581,14 @@ def test_what_is_left_out_is_told(tiny_models: Any, tmp_path: Path, to: str) -> 
     assert [note for note in done.notes if "as nothing here computes them: 1 tensors, mtp.fc.… (1)" in note]
 
 
+def test_a_gguf_file_has_the_name_of_the_hub(tiny_models: Any, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--acme--Tiny-1B" / "snapshots" / ("0" * 40)
+    shutil.copytree(tiny_models("llama", **PLAIN), snapshot)
+    for source, name in ((snapshot, "Tiny-1B"), (tiny_models("llama", **PLAIN), tiny_models("llama", **PLAIN).name)):
+        rewrite(str(source), tmp_path / f"{name}.gguf", to="gguf")
+        assert read_container(tmp_path / f"{name}.gguf").metadata["general.name"] == name
+
+
 def test_gguf_into_a_directory_has_a_manifest(tiny_models: Any, tmp_path: Path) -> None:
     done = rewrite(str(tiny_models("llama", **PLAIN)), tmp_path / "m", to="gguf", gguf_type="q8_0")
     assert done.manifest is not None and (tmp_path / "m" / "model.gguf").is_file()

@@ -236,6 +236,13 @@ def hub_origin(path: Path) -> tuple[str | None, str | None]:
     return (f"{found[1]}/{found[2]}", found[3]) if found else (None, None)
 
 
+def title(path: Path) -> str:
+    """What people call the model of a directory or file: on the hub, or here."""
+    hub_id, _ = hub_origin(path)
+    here = path.absolute()
+    return (here.stem if path.is_file() else here.name) if hub_id is None else hub_id.rpartition("/")[2]
+
+
 def content_digest(path: Path) -> str:
     """``sha256:…`` over the content of a GGUF file or of a model directory: names and bytes, no times, no path.
 
