@@ -237,10 +237,11 @@ def hub_origin(path: Path) -> tuple[str | None, str | None]:
 
 
 def title(path: Path) -> str:
-    """What people call the model of a directory or file: on the hub, or here."""
+    """What people call the model of a file or directory: its name here, or of one that is the hub's there."""
+    if path.is_file():
+        return path.stem
     hub_id, _ = hub_origin(path)
-    here = path.absolute()
-    return (here.stem if path.is_file() else here.name) if hub_id is None else hub_id.rpartition("/")[2]
+    return path.absolute().name if hub_id is None else hub_id.rpartition("/")[2]
 
 
 def content_digest(path: Path) -> str:
