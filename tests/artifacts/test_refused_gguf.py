@@ -167,6 +167,14 @@ def test_a_file_that_is_no_model(plain: Path, tmp_path: Path, change: Change, to
     assert str(error.value) == f"{file}: {told}"
 
 
+@pytest.mark.parametrize("padding", [320, 2**32 - 1])
+def test_a_padding_that_is_no_token_is_left_out(plain: Path, tmp_path: Path, padding: int) -> None:
+    """As llama.cpp does: converters write what a tokenizer said that had more tokens."""
+    file = rewritten(plain, tmp_path / "m.gguf", key(f"{T}.padding_token_id", padding))
+    opened(file)
+    assert open_checkpoint(file).config["pad_token_id"] is None
+
+
 def test_a_block_of_a_number_that_none_has(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(ToolkitError, match="has no place in llama"):
         opened(rewritten(plain, tmp_path / "m.gguf", tensor(f"blk.{'9' * 5000}.x", 4, 4)))

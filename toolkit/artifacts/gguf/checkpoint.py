@@ -44,6 +44,7 @@ _ENDS = {
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<|return|>", "<|call|>",
     "<end_of_turn>", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<EOT>", "_<EOT>",
 }  # fmt: skip
+_PADDING = "tokenizer.ggml.padding_token_id"
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -158,6 +159,9 @@ def open_gguf(path: Path) -> GgufFile:
             f"{path}: is one of {count} files of a model, which are not read here; join them with llama.cpp's "
             "llama-gguf-split --merge FIRST-FILE OUT.gguf"
         )
+    tokens, padding = metadata.get("tokenizer.ggml.tokens") or (), metadata.get(_PADDING)
+    if padding is not None and not 0 <= padding < len(tokens):
+        del metadata[_PADDING]  # as llama.cpp does, and nothing is padded
     family, spelling = family_of(path, metadata)
     factors = {
         name: container.raw(name).view("<f4")
