@@ -226,8 +226,8 @@ def _named_ends(metadata: Mapping[str, Any]) -> list[int]:
     types = metadata.get("tokenizer.ggml.token_type")
     if metadata.get("tokenizer.ggml.eos_token_id") is None or types is None:
         return []
-    tokens = zip(metadata.get("tokenizer.ggml.tokens") or (), types, strict=False)
-    found = {text: i for i, (text, kind) in enumerate(tokens) if text in _ENDS and kind in (CONTROL, USER_DEFINED)}
+    named = {text: i for i, text in enumerate(metadata.get("tokenizer.ggml.tokens") or ()) if text in _ENDS}
+    found = {text: i for text, i in named.items() if i < len(types) and types[i] in (CONTROL, USER_DEFINED)}
     if "<|return|>" in found:
         found.pop("<|end|>", None)  # of gpt-oss, which ends a message of several
     return sorted(found.values())
