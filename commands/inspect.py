@@ -35,7 +35,8 @@ def run(
     found = inspect(path, verify)
     write_json(json, found.record)
     if json != "-":
-        _show(found, _refusals(path, found.checkpoint))
+        is_model = found.checkpoint is not None or found.record["kind"] == "engine"
+        _show(found, _refusals(path, found.checkpoint) if is_model else [])
 
 
 def _refusals(path: Path, checkpoint: Checkpoint | None) -> list[tuple[str, str]]:

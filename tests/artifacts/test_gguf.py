@@ -123,6 +123,25 @@ def test_side_files_make_a_working_tokenizer(tiny_models: Any, tmp_path: Path, f
     assert len(list((home / "gguf").iterdir())) == 1
 
 
+@pytest.mark.parametrize(
+    ("keys", "factor"),
+    [
+        ({"scale_linear": 4.0}, 4.0),
+        ({"scaling__factor": 2.0}, 2.0),
+        ({"scaling__factor": 2.0, "scaling__type": "linear"}, 2.0),
+        ({"scaling__factor": 2.0, "scaling__type": "none"}, None),
+        ({"scale_linear": 1.0}, None),
+    ],
+)
+def test_positions_are_stretched_as_llama_cpp_does(
+    tiny_models: Any, tmp_path: Path, files: Any, keys: dict[str, Any], factor: float | None
+) -> None:
+    """Linearly where a file has a factor and no type, and by the key of older files."""
+    stated = {f"llama__rope__{name}": value for name, value in keys.items()}
+    config = open_checkpoint(files.write_gguf(tiny_models("llama", **PLAIN), tmp_path / "m.gguf", **stated)).config
+    assert config.get("rope_scaling") == (None if factor is None else {"rope_type": "linear", "factor": factor})
+
+
 def test_several_chat_templates(tiny_models: Any, tmp_path: Path, files: Any, home: Path) -> None:
     """As llama.cpp's converter names them; a name that leads elsewhere is none."""
     key = "tokenizer.chat_template."

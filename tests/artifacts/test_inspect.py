@@ -15,6 +15,7 @@ from toolkit.artifacts.manifest import describe_parent
 from toolkit.artifacts.output.stage import open_stage
 from toolkit.commands.main import main
 from toolkit.convert.convert import convert
+from toolkit.convert.formats import rewrite
 from toolkit.errors import ToolkitError
 
 KEYS = {
@@ -100,6 +101,24 @@ def test_damage_is_found(engine: Path) -> None:
     path.unlink()
     with pytest.raises(ToolkitError, match=r"tokenizer\.json: missing"):
         inspect(engine)
+
+
+@pytest.mark.parametrize("kind", ["calibration", "deployment", "gguf"])
+def test_artifacts_that_are_no_checkpoints(
+    kind: str, tiny_models: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Statistics, files of a deployment, and a directory with a GGUF file have their record and lineage."""
+    model, target = tiny_models("qwen2"), tmp_path / "made"
+    if kind == "gguf":
+        rewrite(str(model), target, to="gguf")
+    else:
+        with open_stage(target, kind=kind, stage="some", parent=describe_parent(model), options={}) as stage:
+            (stage.dir / "some.txt").write_text("it")
+            stage.finish()
+    code, out, _ = tool(capsys, "inspect", str(target), "--verify")
+    assert code == 0 and "verified: " in out and "does not run" not in out
+    assert inspect(target).lineage[-1] == str(model)
+    assert bool(inspect(target).facts) == (kind == "gguf")
 
 
 def test_inspect_command(engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

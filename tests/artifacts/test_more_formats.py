@@ -541,6 +541,14 @@ def test_blocked_fp8_against_a_naive_reader(tmp_path: Path, shape: tuple[int, in
     assert same(load_stored(checkpoint, item)[0], weight)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("fmt", ["e4m3", "float8_e4m3fn", None])
+def test_e4m3_is_spelled_in_several_ways(fmt: str | None) -> None:
+    """DeepSeek's and MiniMax M2's."""
+    blocked_fp8.check_config({"quant_method": "fp8", "fmt": fmt, "weight_block_size": [128, 128]})
+    with pytest.raises(ToolkitError, match="fmt: expected 'e4m3', found 'e5m2'"):
+        blocked_fp8.check_config({"quant_method": "fp8", "fmt": "e5m2"})
+
+
 @pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
 def test_fp8_without_tiles_has_one_scale_a_tensor(tmp_path: Path, name: str) -> None:
     """As transformers names it (Ministral 3), with a static scale of activations beside, and as vLLM does."""

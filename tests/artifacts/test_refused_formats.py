@@ -108,7 +108,7 @@ def test_one_layout_for_the_whole_model() -> None:
     told = refused(lambda: awq.config_of(odd))
     assert told == "b: AWQ states one group size for the whole model; use gptq or compressed-tensors"
     told = refused(lambda: blocked_fp8.config(odd))
-    assert told == "blocked fp8: expected one tile size for the whole model, found None"
+    assert told == "blocked fp8: expected one tile size for the whole model, found None; use compressed-tensors"
     eight = {"a": layout_of(to_channel_int8(torch.ones(8, 8))), "b": layout_of(four(32))}
     told = refused(lambda: w8a8.config_of(eight | {"c": eight["a"]}))
     assert told == "b: W8A8 states one type for the whole model; use compressed-tensors"

@@ -130,6 +130,11 @@ DISAGREE = "config.json and weights disagree"
         (key(f"{T}.merges", ["zz yy"]), f"{T}.merges: Error while initializing BPE: Token `zz` out of vocabulary"),
         (key(f"{T}.unknown_token_id", 320), f"{T}.unknown_token_id: expected a token id below 320, found 320"),
         (key("llama.rope.scaling.type", "spiral"), "llama.rope.scaling.type: expected linear or yarn, found 'spiral'"),
+        (
+            key("split.count", 3),
+            "is one of 3 files of a model, which are not read here; join them with llama.cpp's llama-gguf-split "
+            "--merge FIRST-FILE OUT.gguf",
+        ),
         (key("llama.block_count", 10**6), "llama.block_count: expected at most 1000, found 1000000"),
         (
             key("llama.attention.head_count", "four"),
@@ -160,6 +165,14 @@ def test_a_file_that_is_no_model(plain: Path, tmp_path: Path, change: Change, to
     with pytest.raises(ToolkitError) as error:
         opened(file)
     assert str(error.value) == f"{file}: {told}"
+
+
+@pytest.mark.parametrize("padding", [320, 2**32 - 1])
+def test_a_padding_that_is_no_token_is_left_out(plain: Path, tmp_path: Path, padding: int) -> None:
+    """As llama.cpp does: converters write what a tokenizer said that had more tokens."""
+    file = rewritten(plain, tmp_path / "m.gguf", key(f"{T}.padding_token_id", padding))
+    opened(file)
+    assert open_checkpoint(file).config["pad_token_id"] is None
 
 
 def test_a_block_of_a_number_that_none_has(plain: Path, tmp_path: Path) -> None:

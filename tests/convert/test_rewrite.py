@@ -18,15 +18,18 @@ from safetensors.torch import load_file, save_file
 
 from toolkit.artifacts.canonical import GroupInt
 from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.formats import blocked_fp8
 from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
 from toolkit.artifacts.formats.describe import layout_of
-from toolkit.artifacts.formats.writers import WRITERS
+from toolkit.artifacts.formats.writers import WRITERS, Writer
 from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.manifest import read_manifest
 from toolkit.artifacts.output import stage
 from toolkit.artifacts.rounding import to_group_int
 from toolkit.artifacts.scales import Scales, write_scales
-from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.artifacts.side_files import copy_side_files
+from toolkit.artifacts.text.tokenizer import SLOW_FILES, Tokenizer
+from toolkit.artifacts.text_head import find_head, head_numbers, own_modules
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.convert.formats import FORMATS, rewrite
 from toolkit.errors import ToolkitError, UsageError
@@ -223,6 +226,61 @@ def test_linears_that_were_left_dense_stay_so(tiny_models: Any, tmp_path: Path, 
     assert same(partly, tmp_path / "again") and any("lossless" in note for note in done.notes)
     stated = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
     assert set(stated["modules_to_not_convert"]) >= set(skipped)
+
+
+@pytest.mark.parametrize(
+    ("to", "field"),
+    [
+        ("fp8", "modules_to_not_convert"),
+        ("w8a8", "modules_to_not_convert"),
+        ("compressed-tensors", "ignore"),
+    ],
+)
+def test_what_a_model_sees_with_is_named_as_dense(tiny_models: Any, tmp_path: Path, to: str, field: str) -> None:
+    source = tiny_models("qwen2_vl")
+    if to == "compressed-tensors":
+        rewrite(str(source), tmp_path / "w8a8", to="w8a8")
+        source = tmp_path / "w8a8"
+    rewrite(str(source), tmp_path / "m", to=to)
+    stated = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
+    seeing = [n for n in open_checkpoint(source).names() if "visual" in n and n.endswith(("qkv.weight", "fc1.weight"))]
+    assert seeing and {n.removesuffix(".weight") for n in seeing} <= set(stated[field])
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_a_classifier_keeps_its_head_among_its_weights(tiny_models: Any, tmp_path: Path, family: str) -> None:
+    """Where other tools look for it; they are told that it is dense."""
+    source, target = tiny_models(family, labels=3), tmp_path / "m"
+    rewrite(str(source), target, to="w8a8")
+    heads = own_modules(open_checkpoint(source))
+    assert "classifier" in heads and not list(target.glob("text_head*"))
+    tensors, exact = load_file(target / "model.safetensors"), load_file(source / "model.safetensors")
+    assert all(torch.equal(tensors[f"{name}.weight"], exact[f"{name}.weight"]) for name in heads)
+    stated = json.loads((target / "config.json").read_text())["quantization_config"]
+    assert set(heads) <= set(stated["modules_to_not_convert"])
+    head = find_head(target)
+    assert head is not None and head == find_head(source)
+    before, after = head_numbers(source, head), head_numbers(target, head)
+    assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
+
+
+def test_modules_of_sentence_transformers_stay_as_they_were(tiny_models: Any, tmp_path: Path) -> None:
+    """Other tools pool by them: without they take the first token's vector, or the mean."""
+    source = Path(shutil.copytree(tiny_models("bert"), tmp_path / "st"))
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Normalize": "Normalize"}
+    entries = [{"type": f"sentence_transformers.models.{kind}", "path": path} for path, kind in kinds.items()]
+    (source / "modules.json").write_text(json.dumps(entries))
+    for path in ("1_Pooling", "2_Dense"):
+        (source / path).mkdir()
+    (source / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    (source / "2_Dense" / "config.json").write_text(json.dumps({"activation_function": "torch.nn.Identity"}))
+    save_file({"linear.weight": torch.randn(8, 64)}, source / "2_Dense" / "model.safetensors")
+    rewrite(str(source), tmp_path / "m", to="w8a8")
+    kept = ("modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")
+    assert all((tmp_path / "m" / name).read_bytes() == (source / name).read_bytes() for name in kept)
+    assert not list((tmp_path / "m").glob("text_head*")) and find_head(tmp_path / "m") == find_head(source)
+    manifest = read_manifest(tmp_path / "m")
+    assert manifest is not None and set(kept) <= {entry.name for entry in manifest.files}
 
 
 @pytest.mark.parametrize("to", ["awq", "gptq", "gptq_v2", "auto_round"])
@@ -523,6 +581,14 @@ def test_what_is_left_out_is_told(tiny_models: Any, tmp_path: Path, to: str) -> 
     assert [note for note in done.notes if "as nothing here computes them: 1 tensors, mtp.fc.… (1)" in note]
 
 
+def test_a_gguf_file_has_the_name_of_the_hub(tiny_models: Any, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--acme--Tiny-1B" / "snapshots" / ("0" * 40)
+    shutil.copytree(tiny_models("llama", **PLAIN), snapshot)
+    for source, name in ((snapshot, "Tiny-1B"), (tiny_models("llama", **PLAIN), tiny_models("llama", **PLAIN).name)):
+        rewrite(str(source), tmp_path / f"{name}.gguf", to="gguf")
+        assert read_container(tmp_path / f"{name}.gguf").metadata["general.name"] == name
+
+
 def test_gguf_into_a_directory_has_a_manifest(tiny_models: Any, tmp_path: Path) -> None:
     done = rewrite(str(tiny_models("llama", **PLAIN)), tmp_path / "m", to="gguf", gguf_type="q8_0")
     assert done.manifest is not None and (tmp_path / "m" / "model.gguf").is_file()
@@ -752,3 +818,98 @@ def test_formats_are_those_of_the_help() -> None:
     assert set(FORMATS) == {
         "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "w8a8", "fp8", "mxfp4", "gguf", "hf",
     }  # fmt: skip
+
+
+def _floats_a_row(model: Path, target: Path) -> Path:
+    """``model`` with its linears in float8, a scale a row, by a scheme that rounds weights alone."""
+    target.mkdir()
+    tensors = load_file(model / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        scales = tensors[name].float().abs().amax(1, keepdim=True) / 448
+        tensors[name] = (tensors[name].float() / scales).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = scales
+    save_file(tensors, target / "model.safetensors")
+    scheme = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    stated = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}},
+        "ignore": ["lm_head"],
+    }
+    config = json.loads((model / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    return target
+
+
+def test_float8_of_weights_alone_stays_so(tiny_models: Any, tmp_path: Path) -> None:
+    source = _floats_a_row(tiny_models("llama", **PLAIN), tmp_path / "rows")
+    rewrite(str(source), tmp_path / "m", to="compressed-tensors")
+    assert same(source, tmp_path / "m")
+    stated = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert [group["weights"]["strategy"] for group in stated.values()] == ["channel"]
+    assert stated["group_0"]["input_activations"] is None and stated["group_0"]["targets"] == ["Linear"]
+
+
+def test_tiles_that_a_format_cannot_state_together_are_refused_at_the_first(
+    tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = _floats_a_row(tiny_models("llama", **PLAIN), tmp_path / "rows")
+    written: list[str] = []
+    write = blocked_fp8.write_linear
+    note = Writer(
+        "fp8", blocked_fp8.cannot_hold, lambda name, w: written.append(name) or write(name, w), blocked_fp8.config
+    )
+    monkeypatch.setitem(WRITERS, "fp8", note)
+    with pytest.raises(ToolkitError, match=r"^.*rows: blocked fp8: expected one tile size .*; use compressed-tensors$"):
+        rewrite(str(source), tmp_path / "m", to="fp8")
+    assert all(".layers.0." in name for name in written)
+
+
+@pytest.mark.parametrize("place", [("compression_config",), ("text_config", "quantization_config")])
+def test_where_else_quantization_is_told(tiny_models: Any, tmp_path: Path, place: tuple[str, ...]) -> None:
+    """As LMDeploy and vLLM find it; what is written has it at the top."""
+    made = tmp_path / "made"
+    rewrite(str(tiny_models("llama" if len(place) == 1 else "qwen2_vl")), made, to="w8a8")
+    other = Path(shutil.copytree(made, tmp_path / "other"))
+    (other / "manifest.json").unlink()
+    config = json.loads((other / "config.json").read_text())
+    told = config.pop("quantization_config")
+    (config if len(place) == 1 else config[place[0]])[place[-1]] = told
+    (other / "config.json").write_text(json.dumps(config))
+    assert same(made, other)
+    rewrite(str(other), tmp_path / "again", to="w8a8")
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == json.loads(
+        (made / "config.json").read_text()
+    )
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_model_s_own_classes_are_found_by_others(tiny_models: Any, tmp_path: Path, there: bool) -> None:
+    """Code that lies beside it goes with it; what was left on the hub is told to be there."""
+    snapshot = tmp_path / "models--acme--tiny" / "snapshots" / ("0" * 40)
+    shutil.copytree(tiny_models("llama"), snapshot)
+    for name, classes in (("config.json", "modeling_a.A"), ("tokenizer_config.json", ["tokens.B", None])):
+        data = json.loads((snapshot / name).read_text())
+        (snapshot / name).write_text(json.dumps(data | {"auto_map": {"AutoA": classes, "AutoB": "who/else--c.C"}}))
+    if there:
+        for name in ("modeling_a.py", "tokens.py", "helper.py"):
+            (snapshot / name).write_text(f"# {name}\n")
+    rewrite(str(snapshot), tmp_path / "m", to="w8a8")
+    begin = "" if there else "acme/tiny--"
+    for name, classes in (
+        ("config.json", f"{begin}modeling_a.A"),
+        ("tokenizer_config.json", [f"{begin}tokens.B", None]),
+    ):
+        found = json.loads((tmp_path / "m" / name).read_text())["auto_map"]
+        assert found == {"AutoA": classes, "AutoB": "who/else--c.C"}
+    assert {file.name for file in (tmp_path / "m").glob("*.py")} == (
+        {"modeling_a.py", "tokens.py", "helper.py"} if there else set()
+    )
+
+
+@pytest.mark.parametrize("name", [*SLOW_FILES, "tekken.json", "tiktoken.model", "qwen.tiktoken", "vocab.txt"])
+def test_every_form_of_a_vocabulary_travels(tiny_models: Any, tmp_path: Path, name: str) -> None:
+    source, target = Path(shutil.copytree(tiny_models("llama"), tmp_path / "m")), tmp_path / "next"
+    (source / name).write_text("words")
+    target.mkdir()
+    assert name in copy_side_files(open_checkpoint(source), target) and (target / name).read_text() == "words"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from toolkit.artifacts.manifest import read_manifest
 from toolkit.commands.main import main
@@ -38,6 +39,37 @@ def test_a_merged_checkpoint(
     with pytest.raises(SystemExit) as ended:  # it is there already
         main(["lite", "merge", str(model), str(made), "--work-dir", str(tmp_path / "merged")])
     assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe"])  # [experts, in, out]; [experts, out, in]
+def test_experts_that_the_checkpoint_stacks(family: str, tiny_models: Any, tmp_path: Path) -> None:
+    """As PEFT writes them (target_parameters), of layer 0 alone; all else stays."""
+    model, g, rank = tiny_models(family), torch.Generator().manual_seed(3), 3
+    weights = load_file(model / "model.safetensors")
+    inside = "mlp.experts" if family == "gpt_oss" else "block_sparse_moe"
+    stacks = [n for n, w in weights.items() if n.startswith(f"model.layers.0.{inside}") and w.dim() == 3]
+    assert len(stacks) == 2
+    tensors = {}
+    for name, place in zip(
+        sorted(stacks, key=lambda n: "down" in n or "output" in n), (".base_layer", ""), strict=True
+    ):
+        turned = weights[name].transpose(1, 2) if family == "gpt_oss" else weights[name]
+        count, rows, columns = turned.shape
+        a = torch.randn(count * rank, columns, generator=g) / 8
+        b = torch.randn(rows, count * rank, generator=g) / 8
+        begin = f"base_model.model.model.layers.0.mlp.experts{place}"
+        tensors |= {f"{begin}.lora_A.weight": a, f"{begin}.lora_B.weight": b}
+        # ParamWrapper.get_delta_weight in peft/tuners/lora/layer.py
+        turned += torch.einsum("o r e, e r i -> e o i", b.view(rows, rank, count), a.view(count, rank, -1)) * 6 / rank
+    (made := tmp_path / "made").mkdir()
+    save_file(tensors, made / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "target_parameters": ["gate_up_proj", "down_proj"]}
+    (made / "adapter_config.json").write_text(json.dumps(fields))
+    merge(str(model), str(made), tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == weights.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(merged[name], tensor)
 
 
 def test_what_cannot_be_merged(tiny_models: Any, support: Any, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from toolkit.artifacts.weight_files.find import INDEX, file_headers, find_weight
 from toolkit.artifacts.weight_files.meta_llama import is_meta_llama, open_meta_llama
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.registry import find_family
+from toolkit.models.registry import LANGUAGE_PARTS, find_family
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -176,7 +176,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if is_meta_llama(path):
         return open_meta_llama(path)[0]
     config_path = path / "config.json"
-    config = read_json_object(config_path)
+    config = _with_quantization(read_json_object(config_path))
     quantization = config.get("quantization_config")
     if quantization is not None and not isinstance(quantization, dict):
         raise ToolkitError(f"{config_path}: quantization_config: expected an object, found {quantization!r:.60}")
@@ -186,6 +186,21 @@ def read_config(path: Path) -> dict[str, Any]:
             f"found {quantization.get('quant_method')!r:.60}"
         )
     return _with_token_ids(path, config)
+
+
+def _with_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with what it says of quantization at the top, where peers look for it too: in the language model's
+    part, and as compressed-tensors called it at first."""
+    names = ("quantization_config", "compression_config")
+    for holder in ("", *LANGUAGE_PARTS):
+        part = config.get(holder) if holder else config
+        if not isinstance(part, dict):
+            continue
+        found = next((part[name] for name in names if part.get(name) is not None), None)
+        if found is not None:
+            rest = {key: value for key, value in part.items() if key not in names}
+            return (rest if not holder else {**config, holder: rest}) | {"quantization_config": found}
+    return config
 
 
 def _with_token_ids(path: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from toolkit.models.registry import LANGUAGE_PARTS
 from toolkit.models.vision import VisionSpec
 
 _LONGEST_LINEAGE = 64
+GGUF = "model.gguf"  # of a directory that lite or convert has written so
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,9 @@ def inspect(path: Path, verify: bool = False) -> Inspection:
     for a broken artifact, a file that is missing or of another size, and for a wrong digest.
     """
     manifest = read_manifest(path) if path.is_dir() else None
-    checkpoint = None if manifest is not None and manifest.kind == "engine" else open_checkpoint(path)
-    facts = _engine_facts(path) if checkpoint is None else _checkpoint_facts(checkpoint)
+    checkpoint = _checkpoint(path, None if manifest is None else manifest.kind)
+    facts = [] if checkpoint is None else _checkpoint_facts(checkpoint)
+    facts += _engine_facts(path) if manifest is not None and manifest.kind == "engine" else []
     if manifest is None:
         return Inspection(_plain_record(path), facts, _plain_lineage(path), None, checkpoint)
     check_files(path, manifest, verify)
@@ -52,6 +54,15 @@ def inspect(path: Path, verify: bool = False) -> Inspection:
     if verify and (unknown := [entry.name for entry in manifest.files if entry.digest is None]):
         checked += f", but for {', '.join(unknown)}, which was not compared: it is not known to be on disk yet"
     return Inspection(manifest.to_json(), facts, _lineage(path, manifest), checked, checkpoint)
+
+
+def _checkpoint(path: Path, kind: str | None) -> Checkpoint | None:
+    """What there is to open, which may be a GGUF file in a directory; None for what is no checkpoint."""
+    if kind in ("engine", "calibration", "deployment"):
+        return None
+    inside = path / GGUF
+    alone = kind is not None and inside.is_file() and not (path / "config.json").is_file()
+    return open_checkpoint(inside if alone else path)
 
 
 def _plain_record(path: Path) -> dict[str, Any]:

@@ -237,6 +237,14 @@ def hub_origin(path: Path) -> tuple[str | None, str | None]:
     return (f"{found[1]}/{found[2]}", found[3]) if found else (None, None)
 
 
+def title(path: Path) -> str:
+    """What people call the model of a file or directory: its name here, or of one that is the hub's there."""
+    if path.is_file():
+        return path.stem
+    hub_id, _ = hub_origin(path)
+    return path.absolute().name if hub_id is None else hub_id.rpartition("/")[2]
+
+
 def content_digest(path: Path) -> str:
     """``sha256:…`` over the content of a GGUF file or of a model directory: names and bytes, no times, no path.
 

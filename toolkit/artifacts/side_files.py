@@ -12,9 +12,8 @@ from toolkit.artifacts.text_head import POOLING_CONFIGS, pooling_config, write_h
 
 _TEXTS_AND_PICTURES = (
     "tokenizer*.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
+    "*.model",  # also spiece.model, sentencepiece.bpe.model, tiktoken.model
+    "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
@@ -23,7 +22,6 @@ _TEXTS_AND_PICTURES = (
     "vocab.txt",
     "merges.txt",
     "*.tiktoken",
-    "tiktoken.model",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
@@ -32,9 +30,9 @@ _TEXTS_AND_PICTURES = (
 )
 
 
-def copy_side_files(checkpoint: Checkpoint, target: Path) -> list[str]:
+def copy_side_files(checkpoint: Checkpoint, target: Path, *, head_apart: bool = True) -> list[str]:
     """Copy tokenizer, chat template, preprocessor and generation config to ``target`` (not config.json); return their
-    names."""
+    names. ``head_apart``: see ``write_head``."""
     source = checkpoint.tokenizer_dir
     files = [file for pattern in _TEXTS_AND_PICTURES for file in source.glob(pattern) if file.is_file()]
     names = {str(file.relative_to(source)) for file in files}
@@ -46,6 +44,6 @@ def copy_side_files(checkpoint: Checkpoint, target: Path) -> list[str]:
     if (pooling := pooling_config(source)) is not None:
         shutil.copyfile(pooling, target / POOLING_CONFIGS[0])
         names.add(POOLING_CONFIGS[0])
-    names.update(write_head(source, target))
+    names.update(write_head(source, target, apart=head_apart))
     copy_scales(checkpoint.path, target)
     return sorted(names)

@@ -3,9 +3,11 @@ of a classifier. In an artifact it is ``text_head.json`` with the layers' number
 
 from __future__ import annotations
 
+import itertools
+import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,9 @@ from toolkit.base.record import plain, read
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import find_family, text_head
 from toolkit.models.spec import HeadActivation, HeadLayer, Pooling, TextHead
+
+if TYPE_CHECKING:
+    from toolkit.artifacts.checkpoint import Checkpoint
 
 # Of sentence-transformers: how texts are read, and what is written before them.
 TEXTS, PROMPTS = "sentence_bert_config.json", "config_sentence_transformers.json"
@@ -129,11 +134,22 @@ def head_numbers(directory: Path, head: TextHead) -> Arrays:
     return found
 
 
-def write_head(source: Path, target: Path) -> list[str]:
+def own_modules(checkpoint: Checkpoint) -> list[str]:
+    """Modules among the weights of a classifier that its head is made of, which no spec names."""
+    head = None if checkpoint.gguf is not None else text_head(checkpoint.config, f"{checkpoint.path}: config.json")
+    layers = head.layers if head is not None else ()
+    spelled = (next((n for n in (x.name, *x.others) if f"{n}.weight" in checkpoint), "") for x in layers)
+    return [name for name in spelled if name]
+
+
+def write_head(source: Path, target: Path, *, apart: bool = True) -> list[str]:
     """Write what ``source`` says to an artifact; returns the files' names. What is said by the pooling alone is left to
-    its own file."""
+    its own file; unless ``apart``, layers that the source does not have so to where they are (``own_modules``,
+    ``copy_modules``)."""
     head = find_head(source)
     if head is None or not head.layers:
+        return []
+    if not apart and not (source / HEAD).is_file():
         return []
     from safetensors.numpy import save_file
 
@@ -141,6 +157,18 @@ def write_head(source: Path, target: Path) -> list[str]:
     bare = replace(head, layers=tuple(replace(layer, file="", others=()) for layer in head.layers))
     write_json_object(target / HEAD, plain(bare))
     return [HEAD, NUMBERS]
+
+
+def copy_modules(source: Path, target: Path) -> None:
+    """sentence-transformers' modules, which others look for as they were."""
+    if not (source / MODULES).is_file():
+        return
+    shutil.copyfile(source / MODULES, target / MODULES)
+    folders = [entry["path"] for kind in (*_WITHOUT_EFFECT, "Dense") for entry in _modules(source, kind)]
+    for folder, name in itertools.product(filter(None, folders), ("config.json", "model.safetensors")):
+        if (source / folder / name).is_file():
+            (target / folder).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / folder / name, target / folder / name)
 
 
 def pooling_config(directory: Path) -> Path | None:

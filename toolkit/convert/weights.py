@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
 from toolkit.artifacts.formats.describe import Layout, form_name, layout_of
-from toolkit.artifacts.formats.writers import WRITERS, Writer, adapt
+from toolkit.artifacts.formats.writers import WRITERS, Writer, adapt, vision_linears
 from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.output.stage import Stage
+from toolkit.artifacts.text_head import own_modules
 from toolkit.artifacts.weights import as_stored, cache_scales, is_present, load_stored, split_parts
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import DecoderSpec, StoredTensor
@@ -56,7 +57,9 @@ def write_weights(work: Work, stage: Stage) -> tuple[list[str], dict[str, Any]]:
 
     def config(kept: dict[str, Any]) -> dict[str, Any]:
         if work.to != "hf":
-            kept["quantization_config"] = WRITERS[work.to].config(work.layouts)
+            kept["quantization_config"] = WRITERS[work.to].config(
+                work.layouts | dict.fromkeys([*vision_linears(work.stored), *own_modules(work.checkpoint)])
+            )
         elif work.dtype != "auto" or work.widened:
             kept.pop("dtype", None)
             kept["torch_dtype"] = work.dtype if work.dtype != "auto" else "float32"
@@ -132,13 +135,25 @@ def _quantized_module(
         value = _fitting(work, item, value, writer)
     quantized = not isinstance(value, Dense) and (item.kind == "linear" or writer.cannot_hold(value) is None)
     if item.kind in ("linear", "router", "head"):
-        work.layouts[item.name] = layout_of(value) if quantized else None
+        _note_layout(work, writer, item.name, layout_of(value) if quantized else None)
     if item.kind == "embed" or not quantized:
         yield from as_stored(item, _exact(work, item.name, value), bias)
         return
     yield from writer.write_module(item, value)
     if bias is not None:
         yield item.bias_name, bias.reshape(item.bias_shape)
+
+
+def _note_layout(work: Work, writer: Writer, name: str, layout: Layout | None) -> None:
+    """Raises ToolkitError where the format cannot state it beside the others, before more is written."""
+    known = layout is None or layout in work.layouts.values()
+    work.layouts[name] = layout
+    if known:
+        return
+    try:
+        writer.config(work.layouts)
+    except ToolkitError as error:
+        raise ToolkitError(f"{work.checkpoint.path}: {error}") from None
 
 
 def _fitting(work: Work, item: StoredTensor, value: Weight, writer: Writer) -> Weight:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +15,10 @@ from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.output.stage import open_stage
 from toolkit.artifacts.scales import UNSCALED, AllScales, Scales, read_scales
 from toolkit.artifacts.source import resolve_adapter, resolve_model
+from toolkit.artifacts.weights import as_stored, load_stored
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
-from toolkit.models.spec import DecoderSpec, StoredTensor
+from toolkit.models.spec import DecoderSpec, Part, StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +35,8 @@ def merge(model: str, adapter: str, target: Path, overwrite: bool = False) -> in
     checkpoint = open_checkpoint(path)
     spec, stored = load_spec(checkpoint, checkpoint.config)
     changes = {item.name: (item, change) for item, change in changes_of_modules(from_, spec, stored).items()}
-    _check(path, checkpoint, spec, changes)
+    inside = _inside(checkpoint, stored, changes)
+    _check(path, checkpoint, spec, changes, inside)
     files = [from_ / name for name in (CONFIG, *WEIGHTS) if (from_ / name).is_file()]
     options = {"adapter": adapter, "files": {file.name: file_digest(file) for file in files}}
     parent = describe_parent(path)
@@ -42,33 +44,67 @@ def merge(model: str, adapter: str, target: Path, overwrite: bool = False) -> in
         target, kind="checkpoint", stage="merge", parent=parent, options=options, overwrite=overwrite
     ) as stage:
         if not stage.already_there:
-            tensors = _merged(checkpoint, changes, read_scales(path) or {})
+            tensors = _merged(checkpoint, changes, inside, read_scales(path) or {})
             write_checkpoint(stage.dir, checkpoint, tensors, lambda config: config)
             stage.finish({"merged_modules": len(changes)})
     return len(changes)
 
 
 Changes = Mapping[str, tuple[StoredTensor, Change]]
+Inside = Mapping[str, tuple[StoredTensor, list[tuple[Part, Change]]]]
+"""By the tensor that holds several matrices, as a stack of experts does: what changes in it."""
 
 
-def _check(path: Path, checkpoint: Checkpoint, spec: DecoderSpec, changes: Changes) -> None:
+def _inside(checkpoint: Checkpoint, stored: Sequence[StoredTensor], changes: Changes) -> Inside:
+    """Those of ``changes`` whose matrix has no tensor of its own."""
+    places = {part.name: (item, part) for item in stored for part in item.parts}
+    found: dict[str, tuple[StoredTensor, list[tuple[Part, Change]]]] = {}
+    for name, (item, change) in changes.items():
+        if f"{name}.weight" not in checkpoint and len(item.parts) == 1 and (place := places.get(item.parts[0].name)):
+            found.setdefault(place[0].weight_name, (place[0], []))[1].append((place[1], change))
+    return found
+
+
+def _check(path: Path, checkpoint: Checkpoint, spec: DecoderSpec, changes: Changes, inside: Inside) -> None:
     if checkpoint.quantization is not None:
         raise ToolkitError(f"{path}: it is quantized already; merge the adapter into the float model and quantize that")
     names = set(checkpoint.names())
+    held = {part.name for tensor, (_, parts) in inside.items() if tensor in names for part, _ in parts}
     for name, (item, _) in changes.items():
         if spec.tied and item.kind in ("embed", "head"):
             raise ToolkitError(f"{path}: {name}: head and embedding are one matrix here; serve the adapter unmerged")
-        if f"{name}.weight" not in names:
+        if f"{name}.weight" not in names and item.parts[0].name not in held:
             raise ToolkitError(f"{path}: expected a tensor {name}.weight, which the adapter changes; found none")
 
 
-def _merged(checkpoint: Checkpoint, changes: Changes, scales: AllScales) -> Iterator[tuple[str, Tensor]]:
+def _merged(
+    checkpoint: Checkpoint, changes: Changes, inside: Inside, scales: AllScales
+) -> Iterator[tuple[str, Tensor]]:
     for name in checkpoint.names():
+        if name in inside:
+            yield name, _changed_inside(checkpoint, *inside[name], scales)
+            continue
         found, module = checkpoint.tensor(name), name.removesuffix(".weight")
         if module in changes and name != module:
             item, change = changes[module]
             found = _changed(item, change, _of_module(item, scales), found).to(found.dtype).contiguous()
         yield name, found
+
+
+def _changed_inside(
+    checkpoint: Checkpoint, item: StoredTensor, parts: list[tuple[Part, Change]], scales: AllScales
+) -> Tensor:
+    """The tensor that holds several matrices: made anew one by one, for in float32 all may be too large."""
+    from toolkit.artifacts.canonical import Dense
+
+    found, _ = load_stored(checkpoint, item)
+    assert isinstance(found, Dense)
+    matrix = found.weight.clone()
+    for part, change in parts:
+        rows, alone = item.rows_of(part), replace(item, parts=(Part(part.name),), transposed=False)
+        changed = _changed(alone, change, scales.get(part.name, UNSCALED), matrix[rows])
+        matrix[rows] = changed.to(matrix.dtype)
+    return next(tensor for _, tensor in as_stored(item, matrix))
 
 
 def _of_module(item: StoredTensor, scales: AllScales) -> Scales:

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 METHOD = "fp8"
 BLOCK = (128, 128)
 MAX_BLOCK = 1 << 20
+_E4M3 = ("e4m3", "e4m3fn", "float8_e4m3fn")  # as DeepSeek spells it, and MiniMax M2
 ONE_SCALE = ("weight_scale", "weight_scale_inv")  # names of that of a whole tensor or of its rows
 
 
 def check_config(quantization: dict[str, Any]) -> None:
     """Raise ToolkitError for what this reader cannot read."""
-    kind = quantization.get("fmt", "e4m3")
-    if kind != "e4m3":
+    kind = quantization.get("fmt")
+    if kind is not None and kind not in _E4M3:
         raise wrong("fmt", "'e4m3'", kind)
     _block(quantization)
 
@@ -99,7 +100,9 @@ def config(layouts: Mapping[str, Layout | None], *, scale_fmt: str | None = None
     blocks = {layout.block for layout in layouts.values() if layout}
     if len(blocks) != 1 or (block := next(iter(blocks))) is None:
         sizes = ", ".join(sorted(map(str, blocks))) or "none"
-        raise ToolkitError(f"blocked fp8: expected one tile size for the whole model, found {sizes}")
+        raise ToolkitError(
+            f"blocked fp8: expected one tile size for the whole model, found {sizes}; use compressed-tensors"
+        )
     found: dict[str, Any] = {
         "quant_method": METHOD,
         "fmt": "e4m3",

@@ -13,6 +13,7 @@ float8_e4m3fn [out, in/16] or uint8 (e8m0) [out, in/32]; nvfp4: ``weight_global_
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.formats.bits import pack_words, unpack_whole_words, unpack_words
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.checkpoint import Checkpoint
 
 METHOD = "compressed-tensors"
+_ROWS = (1, -1)  # tiles of float8 that are whole rows, however long those are: weights alone are rounded
 
 __all__ = ["METHOD", "cannot_hold", "check_config", "config", "expected", "is_quantized", "read_linear", "write_linear"]
 
@@ -283,6 +285,8 @@ def config(layouts: Mapping[str, Layout | None]) -> dict[str, Any]:
     for name, layout in layouts.items():
         if layout is None:
             continue
+        if layout.block == (1, layout.in_features):
+            layout = replace(layout, block=_ROWS)
         place = next((names for base, names in kinds if layout_fits(layout, base)), None)
         if place is None:
             kinds.append((layout, [name]))
@@ -317,7 +321,9 @@ def _scheme(layout: Layout) -> dict[str, Any]:
     }  # fmt: skip
     weights |= {"type": kind, "strategy": "channel", "group_size": None}
     form = "int-quantized" if layout.form == "channel_int8" else "float-quantized"
-    if layout.form == "block_fp8":
+    if layout.block == _ROWS:
+        inputs = None
+    elif layout.form == "block_fp8":
         assert layout.block is not None and inputs is not None
         weights |= {"strategy": "block", "block_structure": list(layout.block)}
         inputs |= {"strategy": "group", "group_size": layout.block[1]}

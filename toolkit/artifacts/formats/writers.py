@@ -6,7 +6,7 @@ Every writer takes weights that already have a form that it holds, and may widen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -71,6 +71,12 @@ WRITERS: dict[str, Writer] = {
         Writer("mxfp4", mxfp4.cannot_hold, mxfp4.write_linear, mxfp4.config),
     )
 }
+
+
+def vision_linears(stored: Iterable[StoredTensor]) -> list[str]:
+    """What other tools might take for quantized unless they are told: matrices that a model sees with."""
+    matrices = (item.name for item in stored if item.kind == "vision" and len(item.shape) == 2)
+    return [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
 
 
 def adapt(weight: Weight, writer: Writer) -> tuple[Weight, str | None]:

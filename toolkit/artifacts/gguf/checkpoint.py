@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.base.whole_file import sync
+from toolkit.errors import ToolkitError
 from toolkit.models.gguf import Gguf
 from toolkit.models.mtp import COPIES, FURTHER, NEXTN, deeper, nextn_of
 from toolkit.models.registry import build
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 SHARED = (
     "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "max_position_embeddings",
 )  # fmt: skip
+_PADDING = "tokenizer.ggml.padding_token_id"
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -144,6 +147,15 @@ def open_gguf(path: Path) -> GgufFile:
     container = read_container(path)
     metadata = container.metadata
     check_kinds(path, metadata)
+    count = metadata.get("split.count", 0)
+    if isinstance(count, int) and count > 1:
+        raise ToolkitError(
+            f"{path}: is one of {count} files of a model, which are not read here; join them with llama.cpp's "
+            "llama-gguf-split --merge FIRST-FILE OUT.gguf"
+        )
+    tokens, padding = metadata.get("tokenizer.ggml.tokens") or (), metadata.get(_PADDING)
+    if padding is not None and not 0 <= padding < len(tokens):
+        del metadata[_PADDING]  # as llama.cpp does, and nothing is padded
     family, spelling = family_of(path, metadata)
     factors = {
         name: container.raw(name).view("<f4")
@@ -190,7 +202,7 @@ def _with_mtp(
     return replace(spelling, names={**spelling.names, **names}), deep[0], more
 
 
-def _generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
+def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     ends = end_ids(metadata)
     found = {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),

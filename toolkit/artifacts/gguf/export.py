@@ -30,6 +30,7 @@ from toolkit.artifacts.gguf.mixtures import MIXTURES, Mixture, Place, columns_of
 from toolkit.artifacts.gguf.quantize import Search, quantize
 from toolkit.artifacts.gguf.vocabulary import vocabulary
 from toolkit.artifacts.gguf.writer import Entry, write_gguf
+from toolkit.artifacts.manifest import title
 from toolkit.artifacts.weights import is_present, load_stored, split_parts
 from toolkit.errors import ToolkitError
 from toolkit.models.gguf import EXPERTS, PLAIN, Gguf, Layout
@@ -219,7 +220,7 @@ def plan_export(
     general = {
         "general.architecture": model.gguf.arch,
         "general.type": "model",
-        "general.name": checkpoint.path.stem if checkpoint.path.is_file() else checkpoint.path.name,
+        "general.name": title(checkpoint.path),
         "general.quantization_version": 2,
         TOOL_KEY: __version__,
         "general.file_type": mixture.file_type if mixture else _file_type(pieces),

@@ -19,6 +19,7 @@ from toolkit.artifacts.gguf.architectures import row_order
 from toolkit.artifacts.gguf.blocks import FLOATS
 from toolkit.artifacts.gguf.container import TOOL_KEY
 from toolkit.artifacts.gguf.writer import Entry, write_gguf
+from toolkit.artifacts.manifest import title
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.artifacts.weights import is_present, load_stored, split_parts
 from toolkit.errors import ToolkitError
@@ -51,7 +52,7 @@ def write_eyes(checkpoint: Checkpoint, spec: DecoderSpec, stored: list[StoredTen
         pieces.append(_break(checkpoint, spec, stored, recipe))
     kinds = [piece.entry.kind for piece in pieces if len(piece.entry.shape) == 2]
     metadata = _metadata(spec, vision, recipe, spelling) | {
-        "general.name": checkpoint.path.stem if checkpoint.path.is_file() else checkpoint.path.name,
+        "general.name": title(checkpoint.path),
         "general.file_type": FILE_TYPES[max(set(kinds), key=kinds.count)],
     }
     data = (piece.read().contiguous() for piece in pieces)

@@ -18,6 +18,7 @@ from toolkit.models.family import Family
 from toolkit.models.gguf import MOST_LAYERS, Absent, Gguf, read_betas
 from toolkit.models.mtp import FURTHER
 
+_FACTOR = ("rope.scaling.factor", "rope.scale_linear")  # the second in files of 2023
 NEXTN = "nextn_predict_layers"  # how many of the blocks are for multi-token prediction, behind the model's
 
 
@@ -137,14 +138,16 @@ def _rope_scaling(
         }
     if "rope_freqs.weight" in factors:
         return _llama3_scaling(factors["rope_freqs.weight"], config)
-    kind = read.value("rope.scaling.type", "none")
+    kind = read.value("rope.scaling.type", "linear")  # so llama.cpp takes it where a file does not say
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
         raise read.fail("rope.scaling.type", kind, "linear or yarn")
-    scaling = {"rope_type": kind, "factor": read.number("rope.scaling.factor")}
     if kind == "linear":
-        return scaling
+        stated = next((key for key in _FACTOR if read.value(key) is not None), None)
+        factor = 0.0 if stated is None else read.number(stated)
+        return None if factor in (0.0, 1.0) else {"rope_type": kind, "factor": factor}
+    scaling = {"rope_type": kind, "factor": read.number("rope.scaling.factor")}
     scaling |= {"original_max_position_embeddings": original, **read_betas(read)}
     if read.value("rope.scaling.attn_factor") is not None:
         scaling["attention_factor"] = read.number("rope.scaling.attn_factor") * yarn_scale(scaling["factor"])

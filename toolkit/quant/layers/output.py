@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, Dense, Weight
 from toolkit.artifacts.formats.describe import Layout, layout_of
-from toolkit.artifacts.formats.writers import Writer
+from toolkit.artifacts.formats.writers import Writer, vision_linears
 from toolkit.artifacts.gguf.export import plan_export
 from toolkit.artifacts.gguf.eyes import FILE as EYES
 from toolkit.artifacts.gguf.eyes_export import write_eyes
@@ -22,6 +22,7 @@ from toolkit.artifacts.join import join_rows
 from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.output.stage import Stage
 from toolkit.artifacts.scales import UNSCALED, AllScales, Scales, read_scales, write_scales
+from toolkit.artifacts.text_head import own_modules
 from toolkit.artifacts.weights import as_stored, load_stored
 from toolkit.errors import ToolkitError
 from toolkit.models.mmproj import Mmproj
@@ -58,7 +59,7 @@ def write_layers(
                     found[name] = {**text, "tie_word_embeddings": False}
         narrow = {n: x for n, x in layouts.items() if x and x.group_size == -1 and x.in_features == group_size}
         stated = layouts | {n: replace(x, group_size=x.in_features) for n, x in narrow.items()}
-        stated |= dict.fromkeys(_vision_linears(source))
+        stated |= dict.fromkeys([*vision_linears(source.outer), *own_modules(source.checkpoint)])
         return found | {"quantization_config": writer.config(stated) | dict(extra or {})}
 
     write_checkpoint(stage.dir, source.checkpoint, _tensors(source, stage, writer, dtype, layouts), config)
@@ -77,12 +78,6 @@ def write_folded(source: LayerSource, stage: Stage, model: Path) -> None:
 def stored_as(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """A config.json of weights that are ``dtype`` where they are not quantized."""
     return {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": str(dtype).removeprefix("torch.")}
-
-
-def _vision_linears(source: LayerSource) -> list[str]:
-    """What other tools might take for quantized otherwise: matrices that a model sees with."""
-    matrices = (item.name for item in source.outer if item.kind == "vision" and len(item.shape) == 2)
-    return [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
 
 
 def _head_name(source: LayerSource) -> str:
