@@ -16,7 +16,8 @@ STRETCH = 2.0  # and then: times what decoding alone would take that a step may 
 NEAR = 2048  # of a prompt with so many tokens in the cache; with more, in proportion: each step reads them all again,
 MOST_STRETCH = 6.0  # to at most so many times what prompts have of a step there: later gaps would stand out
 FIRST_GUESS = 128  # prompt tokens of a step as long as nothing has been measured
-LEAST = 8  # prompt tokens that a step may always take: fewer cost no less, for kernels take several rows at once
+ROWS = 8  # of a step that most kernels take at once: of few a ninth costs a third of what eight do, or as much
+LEAST = 8  # prompt tokens that a step may always take, about: fewer cost no less
 MOST_FREE = 128  # of those at most that are found to cost next to nothing
 ALONE = 8.0  # times the target that a step may take while nobody decodes, for fewer and larger steps are faster,
 SERVED = 1.5  # where other users may come meanwhile,
@@ -77,8 +78,11 @@ class Pace:
             least = ALONE_LEAST
             seconds = max(self.target * times - decode, self.target * LEAST_SHARE)
         token += context * before  # now: token * n + context / 2 * n² = seconds
-        count = 2 * seconds / (token + np.sqrt(token * token + 2 * context * seconds))
-        return max(1, min(most, max(least, int(count))))
+        count = max(least, int(2 * seconds / (token + np.sqrt(token * token + 2 * context * seconds))))
+        over = (decodes + count) % ROWS
+        if patient < decodes and decodes + count < 2 * ROWS and over < ROWS // 2:  # of more rows a few tell little
+            count -= over
+        return max(1, min(most, count))
 
     def rows(self, decodes: int) -> int:
         """Of ``decodes`` requests how many may decode in a step that somebody's first token waits for: 1 or more."""
@@ -152,7 +156,7 @@ class Free:
 
     def saw(self, tokens: int, seconds: float) -> None:
         """A step in which requests decode had so many tokens of prompts."""
-        if tokens != self.tokens:
+        if abs(tokens - self.tokens) > ROWS // 2:  # ``budget`` rounds them
             return
         if seconds < LONG_STEP:
             self.tokens = self._half = LEAST
@@ -161,11 +165,11 @@ class Free:
         if self._wait:
             self._wait -= 1
             return
-        times = self._times.setdefault(tokens, [])
+        times = self._times.setdefault(self.tokens, [])
         times.append(seconds)
-        if tokens == self._half:
+        if self.tokens == self._half:
             if len(times) == LOOKS:
-                self.tokens = 2 * tokens
+                self.tokens *= 2
             return
         before = float(np.median(self._times[self._half]))
         costly = len(times) == 2 and min(times) > DEAR * before
