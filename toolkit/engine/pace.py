@@ -156,7 +156,7 @@ class Free:
 
     def saw(self, tokens: int, seconds: float) -> None:
         """A step in which requests decode had so many tokens of prompts."""
-        if abs(tokens - self.tokens) > ROWS // 2:  # ``budget`` rounds them
+        if not 0 <= self.tokens - tokens < ROWS // 2:  # ``budget`` may have left some out
             return
         if seconds < LONG_STEP:
             self.tokens = self._half = LEAST
