@@ -144,8 +144,8 @@ def _rope_scaling(
     if kind not in ("linear", "yarn"):
         raise read.fail("rope.scaling.type", kind, "linear or yarn")
     if kind == "linear":
-        stated = next((key for key in _FACTOR if read.value(key) is not None), None)
-        factor = 0.0 if stated is None else read.number(stated)
+        told = next((key for key in _FACTOR if read.value(key) is not None), None)
+        factor = 0.0 if told is None else read.number(told)
         return None if factor in (0.0, 1.0) else {"rope_type": kind, "factor": factor}
     scaling = {"rope_type": kind, "factor": read.number("rope.scaling.factor")}
     scaling |= {"original_max_position_embeddings": original, **read_betas(read)}
