@@ -207,6 +207,6 @@ def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     found = {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "pad_token_id": metadata.get(_PADDING),
     }
     return {name: value for name, value in found.items() if value is not None}
