@@ -208,6 +208,13 @@ def test_nobody_asks_which_class_a_mixer_has() -> None:
     assert not wrong
 
 
+def test_a_home_that_nobody_has_is_no_surprise() -> None:
+    """``expanduser`` raises RuntimeError for it; ``user_path`` does not."""
+    ours = [path for path in sources() if path.is_relative_to(ROOT / "toolkit")]
+    asked = [path.name for path in ours if ".expanduser()" in path.read_text(encoding="utf-8")]
+    assert asked == ["user_path.py"]
+
+
 def module_name(path: Path) -> str:
     """As it is imported, without "toolkit."; the package itself is ""."""
     parts = path.relative_to(ROOT).with_suffix("").parts

@@ -30,7 +30,9 @@ TOOL = [sys.executable, "-m", "toolkit"]
 ALL = sorted(os.sched_getaffinity(0))  # cores
 BATCH, LENGTH = 16, 2048
 OTHERS = 0.05  # cores that other programs may have meanwhile: what was measured beside more does not count
-REST = 0.1  # seconds before a request that is alone: many of a load find an engine at rest, its caches others'
+# Seconds before each of requests that come one at a time: few, for an engine that has rested is slower at first, its
+# caches others' meanwhile; and so many that they tell how much.
+REST, LONG_REST = 0.05, 0.55
 ENOUGH = 64  # tokens that a round of prompts has, or one prompt: a slow moment would be all that few small ones tell
 TRIES = 3  # of batches beside fewer
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from planning.servers import ALL, BATCH, OTHERS, REST
+from planning.servers import ALL, BATCH, LONG_REST, OTHERS, REST
 
 from toolkit.planner.engine import HOLDS, Limits
 from toolkit.planner.fit import fit, read_row
@@ -25,24 +25,28 @@ def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
     """Of an engine on this round's machine, and what is around it."""
     alone = fit([read_row(found["part"], row) for row in joined(found["batches"])], LIMITS).time
     probes = [turn["probe"] for turn in found["turns"]]
-    time = served(alone, probes)
+    cold = _cold(found["turns"])
     short = each(probes, *_short(probes))
     if found["part"] == "one":
-        return time, Around(noise=_noise([_seconds(probe[0]) for probe in compress(probes, _count(probes))], REST))
+        time = served(alone, probes, cold * REST, float(short["tpot_s"].mean()))
+        noise = _noise([_seconds(probe[0]) for probe in compress(probes, _count(probes))], REST)
+        return time, Around(noise=noise, cold=cold)
     at_once = [turn["beside"] for turn in found["turns"]]
     noise = _noise([_seconds(row) for rows in compress(at_once, _count(at_once)) for row in rows], 0.0)
     brief, usual = (each([turn["outside"] for turn in found["turns"]], i) for i in (0, 1))
+    # Two at once also wait for what is around the engines, which finds a core where there is one request alone.
+    time = served(alone, probes, cold * REST, float(usual["tpot_s"].mean()))
     token = max(0.0, (usual["outside"] - brief["outside"]) / (usual["out"] - brief["out"]))
     request = usual["outside"] - token * usual["out"]
-    taken = short["ttft_s"].mean() - time.wait + (short["out"] - 1) * short["tpot_s"].mean()
+    taken = short["ttft_s"].mean() - cold * REST - time.wait + (short["out"] - 1) * short["tpot_s"].mean()
     threads = short["engine"] / float(taken)
-    around = Around(cores=float(len(ALL)), threads=threads, token=token, request=request, noise=noise)
+    around = Around(cores=float(len(ALL)), threads=threads, token=token, request=request, noise=noise, cold=cold)
     beside = [each(at_once, i) for i in range(len(at_once[0]))]
     around = replace(around, step=_beside(beside, time, around))
     if found["part"] == "two":
-        return time, replace(around, way=_more(usual, time, 0))
+        return time, replace(around, way=_more(usual, time, 0, cold))
     long = each([turn["outside"] for turn in found["turns"]], 2)
-    late = [_more(row, time, 1) for row in (usual, long)]
+    late = [_more(row, time, 1, cold) for row in (usual, long)]
     each_token = max(0.0, (late[1] - late[0]) / (long["in"] - usual["in"]))
     handing = max(0.0, late[0] - each_token * usual["in"])
     return time, replace(around, handing_token=each_token, handing=handing)
@@ -96,17 +100,28 @@ def joined(passes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _more(row: dict[str, Any], time: StepTime, prefills: int) -> float:
+def _cold(turns: list[dict[str, Any]]) -> float:
+    """By how much a request's way is longer for each second that its engine has rested: as much as first tokens came
+    later behind long rests than behind short ones."""
+    if "rested" not in turns[0]:
+        return 0.0
+    probes, rested = ([turn[name] for turn in turns] for name in ("probe", "rested"))
+    long, short = each(rested, *range(len(rested[0]))), each(probes, *_short(probes))
+    return max(0.0, float(long["ttft_s"].mean() - short["ttft_s"].mean()) / (LONG_REST - REST))
+
+
+def _more(row: dict[str, Any], time: StepTime, prefills: int, cold: float) -> float:
     """Seconds by which first tokens came later than with what is known so far: the engine that is lent to has work with
-    a prompt, too."""
+    a prompt, too. Each engine has rested before."""
     (known,) = simulate([Ask(0.0, row["in"], row["out"])], time, LIMITS, 1, prefills=prefills).served
-    return float(row["ttft_s"].mean()) - known.ttft
+    return float(row["ttft_s"].mean()) - known.ttft - (1 + prefills) * cold * REST
 
 
-def served(alone: StepTime, probes: list[list[dict[str, Any]]]) -> StepTime:
+def served(alone: StepTime, probes: list[list[dict[str, Any]]], cold: float, tpot: float) -> StepTime:
     """The steps of an engine that serves: as fast as the difference of long and short prompts says, for batches are
     measured in fewer moments. What each takes beyond those of ``alone`` are tokens sent, about as long for four of them
-    as for one; and a first token has a way to come and go."""
+    as for one; and a first token has a way to come and go. ``cold``: seconds by which their way was longer;
+    ``tpot``: of one request alone."""
     short, long = each(probes, *_short(probes)), each(probes, *_long(probes))
     alone = replace(alone, wait=0.0)
 
@@ -116,8 +131,8 @@ def served(alone: StepTime, probes: list[list[dict[str, Any]]]) -> StepTime:
     more = float(long["ttft_s"].mean() - short["ttft_s"].mean())
     alone = alone.times(more / (known_of(long).ttft - known_of(short).ttft))
     known = known_of(short)
-    sent = float(short["tpot_s"].mean()) - (known.tpot or 0.0)
-    return replace(alone, start=alone.start + sent, wait=float(short["ttft_s"].mean()) - known.ttft - sent)
+    sent = tpot - (known.tpot or 0.0)
+    return replace(alone, start=alone.start + sent, wait=float(short["ttft_s"].mean()) - cold - known.ttft - sent)
 
 
 def _short(probes: list[list[dict[str, Any]]]) -> range:

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from toolkit.artifacts.weight_files.huge_pages import forget_pages
 from toolkit.artifacts.weight_files.safetensors_file import (
     PAGE,
-    forget_pages,
     map_arrays,
     read_header,
     read_metadata,

@@ -21,7 +21,7 @@ from toolkit.planner import engine as module
 from toolkit.planner import fleet
 from toolkit.planner.engine import Engine, Job, Limits
 from toolkit.planner.fit import Measured, _seconds, fit
-from toolkit.planner.fleet import LOOKS, Around, simulate
+from toolkit.planner.fleet import COLD, LOOKS, Around, simulate
 from toolkit.planner.step_time import StepTime, features, made, non_negative
 from toolkit.planner.traffic import Ask, drawn
 
@@ -143,6 +143,26 @@ def test_engines_that_are_not_always_as_fast() -> None:
         assert np.mean(found) == pytest.approx(1, abs=4 * spread / np.sqrt(count))
         assert np.std(found) == pytest.approx(spread, rel=0.25)
     assert ratios(20, 5) == ratios(20, 5)
+
+
+def test_an_engine_that_has_rested_is_slower_at_first() -> None:
+    """By its rest, up to a limit; between two steps there is none."""
+    asks = [Ask(at, 100, 3) for at in (1.0, 2.0, 12.0)]
+    plain, cold = (simulate(asks, PLAIN, Limits(), 1, Around(cold=cold)).served for cold in (0.0, 0.1))
+    rests = 1.0, 1.0 - cold[0].e2e, COLD
+    for before, after, rest in zip(plain, cold, rests, strict=True):
+        assert after.ttft == pytest.approx(before.ttft + 0.1 * rest)
+        assert after.tpot == pytest.approx(before.tpot)
+
+
+def test_requests_to_an_engine_that_has_rested_are_counted_on_their_way() -> None:
+    """Two that come at once go to two engines; neither keeps its engine busy before it is there."""
+    asks = [Ask(5.0, 100, 3), Ask(5.0, 100, 3)]
+    found = simulate(asks, PLAIN, Limits(), 2, Around(cold=0.1))
+    (alone,) = simulate(asks[:1], PLAIN, Limits(), 2, Around(cold=0.1)).served
+    assert found.served == [alone, alone] and alone.ttft > 0.1 * COLD
+    (plain,) = simulate(asks[:1], PLAIN, Limits(), 2).served
+    assert simulate(asks[:1], PLAIN, Limits(), 1, Around(cold=0.1)).busy * alone.e2e == pytest.approx(plain.e2e)
 
 
 def test_slow_moments_make_the_last_hundredth_wait_longer() -> None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -362,6 +363,13 @@ def test_a_file_whose_record_cannot_be_written_is_not_kept(tmp_path: Path, monke
         asyncio.run(store.add(io.BytesIO(b"x"), "k", "f", "batch", 60.0))
     assert store.files("k") == [] and not list((tmp_path / "files").iterdir())
     store.close()
+
+
+def test_a_byte_order_mark_is_none_of_the_first_line(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_bytes(BOM_UTF8 + b'{"a": 1}\n\n' + BOM_UTF8 + b'{"b": 2}\n')
+    found = [one.data for one in JsonLines(file, Bounds(Limits()))]
+    assert found == [b'{"a": 1}', BOM_UTF8 + b'{"b": 2}']
 
 
 def test_empty_lines_hold_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,7 @@ class Engine:
     more: float = 0.0  # seconds that each step takes longer at present
     noise: float = 0.0  # standard deviation of how long steps take, as a share, from one moment to the next
     seed: int = 0  # of that
+    coming: int = 0  # requests that are its already, and on their way
     warm: bool = True  # its pace has learned what steps cost, as that of an engine which has served before
     looks: int = 0  # steps of a busy engine in which it asks for, and then reads, blocks that another one lends
     prompts: list[Job] = field(default_factory=list)
@@ -115,6 +116,7 @@ class Engine:
     _unseen: bool = False  # a request waits that the next step was made without
     _factor: float = 1.0  # times what its content takes that a step takes
     _holds: float = -math.inf  # until then
+    _ended: float = 0.0  # the last step
 
     def __post_init__(self) -> None:
         self._draw = random.Random(self.seed)
@@ -127,7 +129,7 @@ class Engine:
 
     @property
     def unfinished(self) -> int:
-        return self.running + len(self.waiting)
+        return self.running + len(self.waiting) + self.coming
 
     @property
     def running(self) -> int:
@@ -147,6 +149,10 @@ class Engine:
         else:
             self._cut(self.stretch, now)
         return job
+
+    def rest(self, now: float) -> float:
+        """Seconds for which it has had nothing to do."""
+        return now - self._ended if self.stretch is None else 0.0
 
     def slow(self, more: float, now: float) -> bool:
         """From the next step on each takes ``more`` seconds longer than its content does. Whether that is new."""
@@ -168,6 +174,7 @@ class Engine:
         assert stretch is not None
         end, steps = stretch.end_of(stretch.count), stretch.count
         self.steps += steps
+        self._ended = end
         if self.keeps_features:
             self._total = self._sum() + self._contents(stretch)
         last = end - (stretch.first + stretch.growth * (steps - 1))

@@ -17,6 +17,7 @@ from toolkit.planner.traffic import Ask
 
 SPOKEN = -1, -1  # in the place of an engine: what is around them has done its work for a request
 WAY = -2  # likewise: the way of a request has ended, and which one's
+COLD = 1.5  # seconds of rest, after which further ones make nothing colder
 LOOKS = 2  # steps of a busy engine between that it hears of blocks and that it has them, as ``Keeper`` fetches them
 
 
@@ -62,7 +63,8 @@ class Around:
     engine while it computes; ``step``: seconds that each of its steps takes longer while others compute, for they read
     memory, too; ``token``: core-seconds of each output token outside of engines: HTTP, proxy, client; ``request``: of
     each request, on its way. ``noise``: standard deviation of how long each engine's steps take, as a share, from
-    one moment to the next."""
+    one moment to the next. ``cold``: by how much a request's way is
+    longer for each second that its engine has rested."""
 
     way: float = 0.0
     handing: float = 0.0
@@ -73,6 +75,7 @@ class Around:
     step: float = 0.0
     noise: float = 0.0
     request: float = 0.0
+    cold: float = 0.0
 
 
 ALONE = Around()
@@ -181,7 +184,8 @@ class Fleet:
         self._version = dict.fromkeys(self._wants, 0)
         self._ends: list[tuple[float, int, int, int]] = []  # when a stretch ends, whose, and which version of it
         self._sent: list[tuple[float, int, float, Ask, int]] = []  # when, and how long its way is, to which group
-        self._coming: dict[int, tuple[Ask, int]] = {}  # on their way
+        self._coming: dict[int, tuple[Ask, int]] = {}  # on their way, to which group
+        self._woken: dict[int, tuple[Ask, int, int]] = {}  # and to which engine, that has rested
         self._count = 0
         self._clock: list[tuple[float, float]] = [(0.0, 0.0)]
 
@@ -217,14 +221,26 @@ class Fleet:
             self._speak(-1)
             return []
         if g == WAY:
-            self._arrive(*self._coming.pop(i))
+            self._arrive(i)
             return []
         ended = self.groups[g].engines[i].run()
         self._note(g, i)
         return ended
 
-    def _arrive(self, ask: Ask, g: int) -> None:
-        i = self.groups[g].choose()
+    def _arrive(self, number: int) -> None:
+        if number in self._woken:
+            ask, g, i = self._woken.pop(number)
+            self.groups[g].engines[i].coming -= 1
+        else:
+            ask, g = self._coming.pop(number)
+            i = self.groups[g].choose()
+            engine = self.groups[g].engines[i]
+            if cold := self._around.cold * min(engine.rest(self._own), COLD):
+                engine.coming += 1
+                self.groups[g].note(i)
+                self._woken[number] = ask, g, i
+                heappush(self._ends, (self._own + cold, WAY, number, 0))
+                return
         self.groups[g].engines[i].add(ask, self._own)
         self._note(g, i)
 

@@ -66,6 +66,11 @@ class Demand:
         min=0,
         max=1,
     )
+    cold_ms: float = option(
+        0.0,
+        "ms that a first token takes longer for each second (up to 1.5) that its engine has rested: caches are cold.",
+        min=0,
+    )
     route_ms: float = option(0.0, "What a proxy adds to the time of a first token.", min=0)
     handover_ms: float = option(
         0.0, "With --prefill: what handing a prompt's blocks over adds to it, whatever their size.", min=0
@@ -112,6 +117,7 @@ class Demand:
             self.step_us / 1e6,
             self.noise,
             self.outside_ms / 1e3,
+            self.cold_ms / 1e3,
         )
 
     def asks(self) -> list[Ask]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.json_file import parse_json, read_json_object
+from toolkit.base.user_path import user_path
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import StoredTensor
 from toolkit.quant.methods.awq import Grid
@@ -47,7 +47,7 @@ def _read(text: str) -> dict[str, Any]:
         if text.lstrip().startswith("{"):
             found: dict[str, Any] = parse_json(text, "the object")
         else:
-            found = read_json_object(Path(text).expanduser())
+            found = read_json_object(user_path(text))
     except ToolkitError as error:
         raise UsageError(f"{OPTION}: expected a JSON file or object: {str(error).splitlines()[0]}") from error
     if not found:

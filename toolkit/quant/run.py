@@ -19,6 +19,7 @@ from toolkit.artifacts.output.replace import check_directory_target
 from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import Stage, open_stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.base.user_path import user_path
 from toolkit.configs.option import show_size
 from toolkit.errors import UsageError
 from toolkit.measure.text import heldout_text
@@ -156,7 +157,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     check_common(common)
     if recipe.prepare is not None or (recipe.calibrated and common.calibration is None):
         check_alone(common, recipe.stage)
-    statistics_dir = [Path(common.calibration).expanduser()] if common.calibration else []
+    statistics_dir = [user_path(common.calibration)] if common.calibration else []
     check_directory_target(work_dir, [source.path, *statistics_dir], common.overwrite)
     device, dtype = find_device(common.device), store_dtype(common.dtype, source)
     selection = choose(source, common)
@@ -321,7 +322,7 @@ def _saved(source: LayerSource, recipe: Recipe, common: Common, digest: str) -> 
         return None
     if not recipe.calibrated:
         raise UsageError("--calibration: this method reads no statistics; leave the option out")
-    return open_statistics(Path(common.calibration).expanduser().absolute(), digest, source)
+    return open_statistics(user_path(common.calibration).absolute(), digest, source)
 
 
 def _spread(common: Common, source: LayerSource, setting: Setting, statistics: SavedStatistics | None) -> Spread | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from toolkit.base import extras
+from toolkit.base.user_path import user_path
 from toolkit.errors import UsageError
 from toolkit.vision.fetch import Fetching, fetch, shortened
 
@@ -213,8 +214,8 @@ def read_bytes(
 
     try:
         path = Path(url2pathname(urlsplit(source).path) if scheme == "file" else source)
-        return _of_file(path if rules.files is not None else path.expanduser(), rules, most, what, shown), shown
-    except (OSError, ValueError, RuntimeError) as e:  # the last of a user's home that is not known
+        return _of_file(path if rules.files is not None else user_path(path), rules, most, what, shown), shown
+    except (OSError, ValueError, RuntimeError) as e:  # the last of links that go round in a circle
         raise UsageError(f"{shown}: cannot be read: {getattr(e, 'strerror', None) or e}") from e
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import mimetypes
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from toolkit.base.user_path import user_path
 from toolkit.vision.clip import Clip
 
 PARTS = ("image_url", "image", "image_data")  # types of the parts of a message that are pictures
@@ -81,7 +81,7 @@ def _names_media(text: str) -> bool:
         return False
     kind = mimetypes.guess_type(text)[0] or ""
     try:
-        return kind.startswith(("image/", "video/")) or Path(text).expanduser().is_file()
+        return kind.startswith(("image/", "video/")) or user_path(text).is_file()
     except (OSError, ValueError, RuntimeError):  # no name of a file
         return False
 

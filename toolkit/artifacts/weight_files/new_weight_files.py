@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from toolkit.artifacts.weight_files.safetensors_file import array_bytes, read_header, write_tensors
+from toolkit.base.user_path import user_path
 from toolkit.errors import ToolkitError, UsageError
 
 Weights = str | Path | Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -35,7 +36,7 @@ class WeightFiles:
         files = cls()
         try:
             if isinstance(weights, (str, Path)):
-                files.add_copy(Path(weights).expanduser())
+                files.add_copy(user_path(weights))
             else:
                 files.add_tensors(weights.items() if isinstance(weights, Mapping) else weights)
         except BaseException:

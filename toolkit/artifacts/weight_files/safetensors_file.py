@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, runtime_checkable
@@ -20,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.artifacts.json_file import parse_json
+from toolkit.artifacts.weight_files.huge_pages import HUGE, map_file
 from toolkit.errors import ToolkitError
 
 PAGE = 4096
@@ -27,8 +26,7 @@ MAX_HEADER = 100_000_000  # as in the reference implementation
 PAD_PREFIX = "_pad."
 HEADER_ROOM = 1 << 20  # first guess for the header of a file that is written as a stream
 _CHUNK = 16 << 20  # bytes that are copied at once
-_HUGE = 2 << 20  # bytes of a huge page
-_ZEROS = bytes(_HUGE)
+_ZEROS = bytes(HUGE)
 
 # safetensors dtype → numpy dtype of the same width (numpy has neither bfloat16 nor float8: those are raw bits).
 NUMPY_DTYPES: dict[str, str] = {
@@ -175,17 +173,12 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
 def map_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """Every tensor as a read-only array over the mapped file, nothing copied. BF16 comes as uint16, F8 as uint8.
 
-    The file is read into huge pages where its file system has them: a processor then looks up 500 times fewer places.
     Files of ``write_arrays`` are page-aligned; in others an array may be unaligned to its element size.
     """
     infos = read_header(path)
     if not infos:
         return {}
-    mapped = np.memmap(path, mode="r", dtype=np.uint8)
-    if isinstance(mapped.base, mmap.mmap):
-        with suppress(OSError):  # a system without them
-            mapped.base.madvise(mmap.MADV_HUGEPAGE)
-    base = mapped.view(np.ndarray)  # plain arrays: views of a memmap object each carry its bookkeeping
+    base = map_file(path)
     return {
         name: base[info.start : info.end].view(NUMPY_DTYPES[info.dtype]).reshape(info.shape)
         for name, info in infos.items()
@@ -197,19 +190,6 @@ def widened(stored: NDArray[Any]) -> NDArray[np.float32]:
     if stored.dtype == np.uint16:
         return (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.astype(np.float32)
-
-
-def forget_pages(arrays: Iterable[NDArray[Any]]) -> None:
-    """Let the memory behind views of mapped files go: it is read again when it is touched. Other arrays stay."""
-    files = {}
-    for array in arrays:
-        base: Any = array
-        while isinstance(base, np.ndarray):
-            base = base.base
-        if isinstance(base, mmap.mmap):
-            files[id(base)] = base
-    for file in files.values():
-        file.madvise(mmap.MADV_DONTNEED)
 
 
 def array_bytes(array: Any) -> tuple[NDArray[np.uint8], tuple[int, ...], str]:
@@ -323,7 +303,7 @@ def _copy(source: IO[bytes], target: IO[bytes], start: int, end: int) -> None:
 def _write_stream(file: IO[bytes], header: dict[str, Any], arrays: Iterable[tuple[str, Any, str | None]]) -> None:
     """Write the arrays from the file's position on and enter them (and their paddings) in ``header``."""
     position = pads = 0
-    begin, kept = file.tell(), _HUGE
+    begin, kept = file.tell(), HUGE
     for name, array, dtype in arrays:
         assert name not in header and not name.startswith(PAD_PREFIX), name
         data: Any
@@ -354,7 +334,7 @@ def _keep_huge(file: IO[bytes], kept: int, end: int) -> int:
     call writes, in pieces as large as that call's: here huge pages, whatever parts they are written over in."""
     while kept < end:
         os.pwrite(file.fileno(), _ZEROS, kept)
-        kept += _HUGE
+        kept += HUGE
     return kept
 
 

@@ -12,6 +12,7 @@ from toolkit import __version__
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import content_digest, content_files, read_manifest
 from toolkit.base import extras
+from toolkit.base.user_path import user_path
 from toolkit.configs.option import read_size
 from toolkit.engine.cache.kept.block import Cipher, Digest, Seal, read_secret
 from toolkit.engine.cache.kept.folder import Folder
@@ -37,8 +38,8 @@ def open_shelf(setup: Setup, runner: Runner, tell: Callable[[str], None]) -> She
     seal: Seal = Digest()
     if config.kv_cache_key is not None:
         extras.require("cryptography", "kv_cache_key")
-        seal = Cipher(read_secret("kv_cache_key", Path(config.kv_cache_key).expanduser()))
-    path = Path(config.kv_cache_dir).expanduser().absolute()
+        seal = Cipher(read_secret("kv_cache_key", user_path(config.kv_cache_key)))
+    path = user_path(config.kv_cache_dir).absolute()
     facts = facts_of(setup, runner, _weights(setup.path)) | {"kv_cache_key": seal.name}
     model = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
     about = {

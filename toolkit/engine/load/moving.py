@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.artifacts.manifest import content_digest, read_manifest
 from toolkit.base import extras
+from toolkit.base.user_path import user_path
 from toolkit.configs.moving import OWN, EngineRole
 from toolkit.configs.option import read_size, show_size
 from toolkit.engine.cache.kept.block import read_secret
@@ -80,7 +81,7 @@ def _secret(file: str | None) -> bytes | None:
     if file is None:
         return None
     extras.require("cryptography", "kv_transfer_key")
-    return read_secret("kv_transfer_key", Path(file).expanduser())
+    return read_secret("kv_transfer_key", user_path(file))
 
 
 def _tls(file: str | None) -> ssl.SSLContext | None:
@@ -88,7 +89,7 @@ def _tls(file: str | None) -> ssl.SSLContext | None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:  # a key with a password fails, where it would be asked for else
-        context.load_cert_chain(Path(file).expanduser(), password=lambda: "")
+        context.load_cert_chain(user_path(file), password=lambda: "")
     except OSError as error:
         raise UsageError(
             f"kv_transfer_cert: expected a file with a certificate and its key (PEM), without a password, found {file} "

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from toolkit.artifacts.json_file import parse_json
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.base.extras import require
+from toolkit.base.user_path import user_path
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.quant.text.datasets import KNOWN, find_known, known_texts
 from toolkit.quant.text.pictures import Pictures, files_of, placed
@@ -86,7 +87,7 @@ def make_plan(
             own = min(samples // 2, written)
             samples -= own
     own = own or 0
-    if dataset != "self" and find_known(dataset) is None and not Path(dataset).expanduser().exists():
+    if dataset != "self" and find_known(dataset) is None and not user_path(dataset).exists():
         raise UsageError(
             f"--calib-dataset: {dataset}: no such file or folder, and none of self, {', '.join(sorted(KNOWN))}"
         )
@@ -97,7 +98,7 @@ def make_plan(
 
 def _needed(dataset: str) -> Iterator[str]:
     """Packages that reading it takes."""
-    path = Path(dataset).expanduser()
+    path = user_path(dataset)
     if dataset != "self" and not path.exists():
         yield "datasets"
     elif path.suffix == ".parquet" or (path.is_dir() and any(path.rglob("*.parquet"))):
@@ -112,7 +113,7 @@ def read_samples(
     if known := find_known(plan.dataset):
         texts: Iterable[str | list[dict[str, Any]]] = known_texts(*known, plan.seed)
     else:
-        texts = local_texts(Path(plan.dataset).expanduser(), plan.seed)
+        texts = local_texts(user_path(plan.dataset), plan.seed)
     return pack(plan, _tokenize(texts, tokenizer, model, plan.dataset, pictures))
 
 

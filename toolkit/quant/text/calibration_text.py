@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from toolkit.artifacts.manifest import file_digest
 from toolkit.artifacts.output.stage import Stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.base.user_path import user_path
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.text.calibration import CalibrationPlan, interleave, read_samples, shown_files
 from toolkit.quant.text.datasets import find_known
@@ -71,7 +71,7 @@ class CalibrationText:
         """The dataset as the stage's key sees it: a local one by content, and by that of the pictures it shows."""
         dataset = self.plan.dataset
         known = find_known(dataset)
-        path = known[1] if known and known[1] else Path(dataset).expanduser()
+        path = known[1] if known and known[1] else user_path(dataset)
         if not path.exists():
             return dataset
         here = path.resolve()

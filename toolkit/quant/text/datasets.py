@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.base.user_path import user_path
 from toolkit.errors import ToolkitError, UsageError
 
 
@@ -42,11 +43,11 @@ def find_known(dataset: str) -> tuple[str, Path | None] | None:
     Raises UsageError where there is no such folder.
     """
     name, given, folder = dataset.partition("=")
-    if name.lower() not in KNOWN or Path(dataset).expanduser().exists():
+    if name.lower() not in KNOWN or user_path(dataset).exists():
         return None
-    if given and not Path(folder).expanduser().is_dir():
+    if given and not user_path(folder).is_dir():
         raise UsageError(f"--calib-dataset {dataset}: expected a folder, a copy of {KNOWN[name.lower()].repository}")
-    return name.lower(), Path(folder).expanduser() if given else None
+    return name.lower(), user_path(folder) if given else None
 
 
 def known_texts(name: str, folder: Path | None, seed: int) -> Iterator[str | list[dict[str, Any]]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.base.user_path import user_path
 from toolkit.errors import UsageError
 from toolkit.models.vision import PREFIX, VisionSpec
 from toolkit.quant.layers.source import LayerSource
@@ -108,7 +109,7 @@ def files_of(messages: Sequence[dict[str, Any]]) -> Iterator[Path]:
 def _file(part: Any) -> Path | None:
     """Where a part has its picture; None for no picture, and for one at a URL or in the part itself."""
     name = source_of(part)[0] if is_picture(part) else None
-    return Path(name).expanduser() if isinstance(name, str) and ":" not in name[:8] else None
+    return user_path(name) if isinstance(name, str) and ":" not in name[:8] else None
 
 
 def _unsupported(vision: VisionSpec) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.artifacts.manifest import file_digest
-from toolkit.artifacts.weight_files.safetensors_file import forget_pages
+from toolkit.artifacts.weight_files.huge_pages import Mover, forget_pages
 from toolkit.base.threads import usable_cores
 from toolkit.errors import UsageError
 from toolkit.models.pictures import Picture
@@ -99,7 +100,8 @@ class NativeRunner:
         self._arrays: Arrays | None = None  # of the last step
         self._model: int | None = None
         self._program: Program | None = None  # holds the tensors that the model points into
-        self._weight_bytes = 0
+        self._weight_bytes = self._cache_bytes = 0
+        self._mover: Mover | None = None  # of what it points into
         self._encoder: NativeEncoder | TorchEncoder | None = None
         self._changes, self._lender = changes, lender
         self._scales: AllScales | None = None  # of the weights that are loaded
@@ -155,8 +157,15 @@ class NativeRunner:
         else:
             self._weight_bytes = sum(parts.bytes_of(name, packed[name]) for name in packed)
             self._check(self._library.tk_model_join(model, self.share.file))
+        alive = weakref.ref(self)  # the mover shall keep nobody
+        room = lambda: 0 if (runner := alive()) is None else runner._room()  # noqa: E731
+        self._mover = Mover([t.data for t in program.tensors], self._weight_bytes, room)
         for number in self._adapter_paths:  # each is read once: what is wrong with it is said now
             self._shelf.need([number])
+
+    def _room(self) -> int:
+        """Bytes of memory that nothing here will want."""
+        return free_host_bytes() - self._cache_bytes
 
     # -- adapters
 
@@ -262,6 +271,8 @@ class NativeRunner:
     def release_weights(self) -> None:
         """Forget the model and its cache; ``load_weights`` brings the model back. Of a mapped file the pages go."""
         self._stepper.finish()
+        if self._mover is not None:
+            self._mover.close()
         self._shelf.empty()
         self._adapter_digests.clear()
         if self._model is not None:
@@ -278,6 +289,7 @@ class NativeRunner:
         self._stepper.finish()
         counts = np.asarray(num_blocks, np.int64)
         self._check(self._library.tk_cache_allocate(self._loaded(), counts.ctypes.data, counts.size))
+        self._cache_bytes = sum(n * size for n, size in zip(num_blocks, self.memory().block_bytes, strict=True))
 
     def release_cache(self) -> None:
         """Forget the cache."""

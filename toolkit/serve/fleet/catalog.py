@@ -10,6 +10,7 @@ from toolkit.artifacts.adapters.config import CONFIG
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.manifest import EYES
 from toolkit.artifacts.source import resolve_model
+from toolkit.base.user_path import user_path
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.model_cards import weight_files
 
@@ -41,7 +42,7 @@ def listed(models: Sequence[str], models_dir: Path | None, aliases: Sequence[str
     found = {}
     for model in models:
         path = resolve_model(model)
-        name = path.resolve().name.removesuffix(".gguf") if Path(model).expanduser().exists() else model
+        name = path.resolve().name.removesuffix(".gguf") if user_path(model).exists() else model
         if name in found:
             raise UsageError(f"MODEL {model}: another model is called {name}, too; rename one of the directories")
         found[name] = Listed(name, str(path.resolve()))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.alike import fingerprint
 from toolkit.artifacts.source import resolve_model
 from toolkit.base.record import plain, read
+from toolkit.base.user_path import user_path
 from toolkit.chat.origin import JINJA, JSON
 from toolkit.configs.engine import EngineConfig
 from toolkit.configs.option import OR_NAME, PATH, option_of
@@ -42,7 +42,7 @@ class Model:
     def of(model: str, config: EngineConfig, chat_template: str | None, name: str | None = None) -> Model:
         """As this machine has it. Raises UsageError and ToolkitError where there is none."""
         path = resolve_model(model)
-        own, here = path.resolve(), Path(model).expanduser().exists()
+        own, here = path.resolve(), user_path(model).exists()
         called = name or (own.name.removesuffix(".gguf") if here else model.rpartition("/")[2])
         backend = next(name for name, kind in CONFIGS.items() if isinstance(config, kind))
         if chat_template is not None and chat_template.endswith((JSON, *JINJA)):
@@ -153,6 +153,6 @@ def _with_roots(record: type, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rooted(value: Any, kind: str = PATH) -> Any:
-    path = Path(value).expanduser()
+    path = user_path(value)
     named = kind == OR_NAME and (value in _NAMES or not path.exists())
     return value if named else type(value)(path.absolute())

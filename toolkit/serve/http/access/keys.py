@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from toolkit.base.user_path import user_path
 from toolkit.errors import UsageError
 
 logger = logging.getLogger("toolkit.serve")
@@ -70,7 +71,7 @@ class ApiKeys:
         if not all(key.strip() for key in given):
             raise UsageError("api_keys: expected non-empty keys, found an empty one")
         self._given = [key.encode() for key in given]
-        self._file = None if file is None else Path(file).expanduser()
+        self._file = None if file is None else user_path(file)
         self._seen = self._mark()
         self._in_file: dict[bytes, KeyRules] = {} if self._file is None else _read(self._file)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
@@ -112,6 +113,8 @@ class JsonLines:
         with self._path.open("rb") as file:
             for data, length, _ in split(file, self._bounds.most):
                 number += 1
+                if number == 1:
+                    data = data.removeprefix(BOM_UTF8)
                 if data.strip():
                     yield Line(number, data, length)
                 else:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from toolkit.base.record import plain, read
+from toolkit.base.user_path import user_path
 from toolkit.base.whole_file import write_whole
 from toolkit.configs.option import spelled
 from toolkit.errors import ToolkitError, UsageError
@@ -80,7 +81,7 @@ class FileStore:
         self._writer = ThreadPoolExecutor(1, "toolkit-records")  # of records, in their order
         self.in_use: Callable[[str], bool] = lambda id: False  # whether a file has to stay although its time is over
         if directory is not None:
-            self._open(directory.expanduser())
+            self._open(user_path(directory))
         else:
             self._writer.submit(leftovers.clear, Path(tempfile.gettempdir()))
 
