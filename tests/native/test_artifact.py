@@ -15,6 +15,7 @@ import pytest
 from toolkit.artifacts.engine.artifact import ENGINE_JSON
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.manifest import describe_file, read_manifest, write_manifest
+from toolkit.artifacts.weight_files import huge_pages
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.errors import ToolkitError, UsageError
@@ -39,6 +40,27 @@ def test_an_artifact_gives_the_checkpoints_logits(family, tiny_models, tmp_path,
     eight, four = (convert(str(model), tmp_path / str(b), Packing(head_bits=b)).path for b in (8, 4))
     errors = [np.linalg.norm(logits(p, steps) - logits(model, steps)) for p in (eight, four)]
     assert 0 < errors[0] < errors[1] < 0.6 * np.linalg.norm(logits(model, steps))
+
+
+def test_weights_in_other_pages_are_the_same(tiny_models, tmp_path, steps, monkeypatch) -> None:
+    """Those that are moved to huge pages, here small ones, while steps run; and once they were given back."""
+    path = convert(str(tiny_models("llama")), tmp_path / "e").path
+    asked: list[int] = []
+    monkeypatch.setattr(huge_pages, "HUGE", 4096)
+    monkeypatch.setattr(huge_pages, "_PATIENCE", 0.0)
+    monkeypatch.setattr(huge_pages, "_in_huge_pages", lambda first, last: asked.append(first) or len(asked) % 2 == 0)
+    runner, _ = open_runner(path, backend=None, options=RunnerOptions(block_size=16))
+    found = []
+    for turn in range(3):
+        driver = steps.Driver(runner)
+        found += [driver.step({driver.add(): list(range(5, 45))}, "all").logits for _ in range(5)]
+        runner._mover._thread.join()
+        found.append(driver.step({driver.add(): list(range(5, 45))}, "all").logits)
+        assert len(asked) == 2 * (turn + 1) and len(huge_pages._moved) == 1
+        runner.release_weights()
+        assert not huge_pages._moved
+    for logits in found[1:]:
+        np.testing.assert_array_equal(logits, found[0])
 
 
 def test_head_bits_are_checked(tiny_models, tmp_path) -> None:

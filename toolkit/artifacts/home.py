@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from toolkit.base.user_path import user_path
 from toolkit.errors import UsageError
 
 
@@ -13,6 +12,6 @@ def toolkit_home() -> Path:
     """``$TOOLKIT_HOME``, or ``~/.cache/toolkit``. Not created here. Raises UsageError for a user without a home."""
     named = os.environ.get("TOOLKIT_HOME") or "~/.cache/toolkit"
     try:
-        return user_path(named).absolute()
+        return Path(named).expanduser().absolute()
     except RuntimeError:
         raise UsageError(f"{named}: expected a home directory, found none; set TOOLKIT_HOME to a directory") from None

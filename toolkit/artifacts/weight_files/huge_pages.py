@@ -25,6 +25,7 @@ HUGE = 2 << 20  # bytes of a huge page
 VARIABLE = "TOOLKIT_HUGE_PAGES"  # 0: mappings stay as they are
 _PIECE = 32 << 20  # bytes that are copied at once
 _PATIENCE = 1.0  # seconds before it begins: an answer to a command is sooner there
+_HEADER = HUGE  # bytes of a file that are no weights, at most
 _ENOUGH = 0.9  # share of a mapping that is in huge pages without that
 _FIXED, _PRIVATE = 0x10, 0x22  # MAP_FIXED; MAP_PRIVATE | MAP_ANONYMOUS
 _MAY_MOVE_TO = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
@@ -63,7 +64,12 @@ class Mover:
         self._room = room
         self._thread: threading.Thread | None = None
         size = sum(map(len, self._files))
-        if self._files and 0.9 * size <= most and os.environ.get(VARIABLE, "1") != "0" and _libc() is not None:
+        if (
+            self._files
+            and 0.9 * size <= most + _HEADER
+            and os.environ.get(VARIABLE, "1") != "0"
+            and _libc() is not None
+        ):
             self._thread = threading.Thread(target=self._run, name="huge pages", daemon=True)
             self._thread.start()
 
