@@ -1,5 +1,5 @@
-"""A draft head (EAGLE-3) on the native library, in 4 bits: the fewer bytes, the sooner a token is guessed. Which of the
-likeliest tokens it is, its vocabulary says in 8 bits."""
+"""A draft head (EAGLE-3) on the native library, its vocabulary in 8 bits and all before it in 4: the fewer bytes, the
+sooner a token is guessed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from toolkit.runners.native.packing.packed import LANES, PackedTensor
 from toolkit.runners.native.tensors import Record, Tensors
 
 BITS = 4  # a wrong guess costs time alone, and a trained head guesses as well so
-WORD_BITS = 8  # of its vocabulary, near the tokens that are likeliest in 4: by 4 alone it would be right less often
+WORD_BITS = 8  # of its vocabulary; in 4 it would be right less often
 GROUP = 32  # inputs that have a scale in 4 bits; where they make no groups there are 8
 _LAYER = "layers.0."
 _MATRICES = {  # of draft_read.cpp
@@ -43,19 +43,12 @@ _NORMS = {
 
 def packed_bytes(name: str, shape: tuple[int, ...]) -> int:
     """Of a matrix [out, in] of a head."""
-    weight = torch.empty(shape, device="meta")
-    return sum(_packed(weight, bits).meta.nbytes for bits in _widths(name, weight))
+    return _packed(name, torch.empty(shape, device="meta")).meta.nbytes
 
 
-def _widths(name: str, weight: torch.Tensor) -> tuple[int, ...]:
-    """In which a matrix is held, in bits."""
-    if weight.shape[1] % GROUP:
-        return (WORD_BITS,)
-    return (WORD_BITS, BITS) if name == "lm_head.weight" else (BITS,)
-
-
-def _packed(weight: torch.Tensor, bits: int) -> PackedTensor:
-    return pack_head("draft head", Dense(weight), bits, [])
+def _packed(name: str, weight: torch.Tensor) -> PackedTensor:
+    few = name != "lm_head.weight" and weight.shape[1] % GROUP == 0
+    return pack_head("draft head", Dense(weight), BITS if few else WORD_BITS, [])
 
 
 class Cells:
@@ -170,10 +163,9 @@ def _record(spec: HeadSpec, weights: Mapping[str, F32], t: Tensors) -> Record:
         size = made.size // len(names)
         return {"size": size, "sets": len(names), "layer": False, "weight": t.numbers(made), "eps": spec.eps}
 
-    def matrices(key: str, name: str) -> Record:
+    def matrix(name: str) -> Record:
         whole = torch.from_numpy(np.ascontiguousarray(weights[f"{name}.weight"]))
-        held = zip((key, "rough"), _widths(f"{name}.weight", whole), strict=False)
-        return {key: {"matrix": t.add(_packed(whole, bits).in_memory())} for key, bits in held}
+        return {"matrix": t.add(_packed(f"{name}.weight", whole).in_memory())}
 
     fused = weights["fc.weight"].shape[1] // spec.hidden_size
     of_fused = ["input_norm"] if spec.norm_before_fc else [f"fc_norm.{i}" for i in range(fused if spec.fc_norm else 0)]
@@ -192,5 +184,5 @@ def _record(spec: HeadSpec, weights: Mapping[str, F32], t: Tensors) -> Record:
         "fused_norm": norm(of_fused) if of_fused else None,
         **{key: norm([name]) for key, name in _NORMS.items()},
         **{f"{x}_norm": norm([f"{_LAYER}self_attn.{x}_norm"]) for x in "qk" if spec.qk_norm},
-        **{key: found for name in _MATRICES.items() for key, found in matrices(*name).items()},
+        **{key: matrix(name) for key, name in _MATRICES.items()},
     }

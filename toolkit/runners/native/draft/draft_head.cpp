@@ -12,7 +12,6 @@ constexpr int64_t PARTS = 4;        // of a thread's tiles: whoever has a slow c
 constexpr int64_t FUSE_PHASES = 2;  // of rows that are fused together
 constexpr int64_t LAYER_PHASES = 11;
 constexpr int64_t WORD_PHASES = 3;
-constexpr int64_t FINE_TILES = 8;  // of a rough vocabulary, which are computed again
 
 int64_t parts_of(int64_t n, int64_t each) { return (n + each - 1) / each; }
 
@@ -199,53 +198,20 @@ private:
 
     void words(const DraftArrays& in, int64_t first, int64_t n) {
         each_row(n, [&](int64_t i) {
-            const Norm& norm = p.norm_output ? Norm() : p.last_norm;
-            prepare_row(p.last_in, norm, in.out + (first + i) * p.hidden, s.last, i);
-            if (p.rough.present()) prepare_row(p.rough_in, norm, in.out + (first + i) * p.hidden, s.rough, i);
+            prepare_row(p.last_in, p.norm_output ? Norm() : p.last_norm, in.out + (first + i) * p.hidden, s.last, i);
         });
         Store to;
         to.out = s.logits;
         to.ld = s.logits_ld;
-        if (p.rough.present()) products({&p.rough}, s.rough, n, to);
-        else products({&p.vocabulary}, s.last, n, to);
+        products({&p.vocabulary}, s.last, n, to);
         each_row(n, [&](int64_t i) {
             const float* row = s.logits + i * s.logits_ld;
             int64_t best = 0;
             int32_t nan = 0;
-            float most = ops.row_max(row, p.vocabulary.w.rows, &best, &nan);
-            const bool good = !nan && std::isfinite(most);
-            if (good && p.rough.present()) most = likeliest(i, &best);
+            const float most = ops.row_max(row, p.vocabulary.w.rows, &best, &nan);
             in.best[first + i] = best;
-            in.sure[first + i] = good && std::isfinite(most) ? float(1.0 / ops.sum_exp(row, p.vocabulary.w.rows, most, 1.0f)) : 0.0f;
+            in.sure[first + i] = nan || !std::isfinite(most) ? 0.0f : float(1.0 / ops.sum_exp(row, p.vocabulary.w.rows, most, 1.0f));
         });
-    }
-
-    // Of text i, whose logits are rough ones, those of the tiles with the largest made anew by the whole vocabulary; the largest of them.
-    float likeliest(int64_t i, int64_t* best) {
-        float* row = s.logits + i * s.logits_ld;
-        const int64_t rows = p.vocabulary.w.rows;
-        int64_t tiles[FINE_TILES];
-        float tops[FINE_TILES];
-        int64_t held = 0;
-        for (int64_t tile = 0; tile * LANES < rows; tile++) {
-            float top = row[tile * LANES];
-            for (int64_t at = tile * LANES; at < std::min(rows, (tile + 1) * LANES); at++) top = std::max(top, row[at]);
-            if (held == FINE_TILES && !(top > tops[held - 1])) continue;
-            int64_t place = held < FINE_TILES ? held++ : held - 1;
-            for (; place > 0 && top > tops[place - 1]; place--) tops[place] = tops[place - 1], tiles[place] = tiles[place - 1];
-            tops[place] = top;
-            tiles[place] = tile;
-        }
-        float most = -INFINITY;
-        for (int64_t k = 0; k < held; k++) {
-            Store to;
-            to.out = row;
-            to.ld = s.logits_ld;
-            linear(p.vocabulary, s.last, i, 1, {tiles[k], tiles[k] + 1}, to);
-            for (int64_t at = tiles[k] * LANES; at < std::min(rows, (tiles[k] + 1) * LANES); at++)
-                if (row[at] > most) most = row[at], *best = at;
-        }
-        return most;
     }
 
     DraftHead& head;
@@ -275,8 +241,8 @@ void run_thread(void* arg, int index) {
 
 DraftHead::Scratch::Scratch(const DraftProgram& p, const Ops& ops) {
     int64_t bytes = 64;
-    for (const Linear* l : {&p.fuse, &p.q, &p.k, &p.v, &p.o, &p.mlp.gate, &p.mlp.up, &p.mlp.down, &p.vocabulary, &p.rough})
-        if (l->present()) bytes = std::max(bytes, ops.linear_scratch(l->w));
+    for (const Linear* l : {&p.fuse, &p.q, &p.k, &p.v, &p.o, &p.mlp.gate, &p.mlp.up, &p.mlp.down, &p.vocabulary})
+        bytes = std::max(bytes, ops.linear_scratch(l->w));
     linear = take<uint8_t>(bytes);
     row = take<float>(std::max(pad16(p.hidden), 2 * p.dpad));
     cos = take<float>(p.head_dim / 2);
@@ -295,7 +261,6 @@ DraftHead::Shared::Shared(const DraftProgram& p)
     mlp = input(DRAFT_ROWS, p.mlp.in.width);
     mid = input(DRAFT_ROWS, p.mlp.up.w.tiles() * LANES);
     last = input(DRAFT_TEXTS, p.last_in.width);
-    if (p.rough.present()) rough = input(DRAFT_TEXTS, p.rough_in.width);
     x = take<float>(DRAFT_ROWS * x_ld);
     qkv = take<float>(DRAFT_ROWS * qkv_ld);
     logits = take<float>(DRAFT_TEXTS * logits_ld);

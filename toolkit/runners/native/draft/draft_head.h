@@ -19,8 +19,7 @@ struct DraftProgram {
     Norm fused_norm;            // of each state that is fused, or of all together; may be absent
     Norm word_norm, state_norm, q_norm, k_norm, mlp_norm, last_norm;
     Linear fuse, q, k, v, o, vocabulary;
-    Linear rough;  // the vocabulary in fewer bits, which says where its largest logits are; may be absent
-    Input fuse_in, in, out, last_in, rough_in;
+    Input fuse_in, in, out, last_in;
     Mlp mlp;
     Vector freq;
     float factor;
@@ -64,7 +63,7 @@ public:
     };
     struct Shared : Arena {
         explicit Shared(const DraftProgram& p);
-        InputBuffer fused, in, out, mlp, mid, last, rough;
+        InputBuffer fused, in, out, mlp, mid, last;
         float *x, *qkv, *logits;
         int64_t x_ld, qkv_ld, logits_ld;
         uint8_t* queries;  // [kv_heads][DRAFT_ROWS][heads / kv_heads]

@@ -55,7 +55,6 @@ DraftProgram parse_draft(const char* names, const double* values, int64_t count,
     p.mlp.up = r.linear("up", inner, h, true);
     p.mlp.down = r.linear("down", h, inner, true);
     p.vocabulary = r.linear("vocabulary", 0, h, true);
-    p.rough = r.maybe_linear("rough", p.vocabulary.w.rows, h);
     all.finish();
     p.fuse_in = read_by(r, p.fused * h, {&p.fuse});
     p.in = read_by(r, 2 * h, {&p.q, &p.k, &p.v});
@@ -63,7 +62,6 @@ DraftProgram parse_draft(const char* names, const double* values, int64_t count,
     p.mlp.in = read_by(r, h, {&p.mlp.gate, &p.mlp.up});
     p.mlp.mid = read_by(r, inner, {&p.mlp.down});
     p.last_in = read_by(r, h, {&p.vocabulary});
-    if (p.rough.present()) p.rough_in = read_by(r, h, {&p.rough});
     if (p.mlp.gate.w.format != p.mlp.up.w.format || p.mlp.gate.slot != p.mlp.up.slot) r.fail("gate", "packed otherwise than up");
     return p;
 }
