@@ -199,21 +199,6 @@ def test_waking_an_engine_that_is_awake_leaves_its_draft_model_as_it_is(fake: An
     assert core.speculator.total.accepted == core.speculator.total.tokens > 0
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_tokens_of_guesses_are_handed_out_while_the_next_step_runs(fake: Any, seer: Any, asynchronous: bool) -> None:
-    """Where the runner computes by itself; whoever sends them takes no time between two steps then."""
-    core = fake.make_core((None,), VOCAB, asynchronous=asynchronous, speculation=Speculation(most=3, always=True))
-    request = EngineRequest("a", [1, 2, 3], SamplingParams(24))
-    answer = fake.tokens_of(fake.ask(core, [1, 2, 3], 24))
-    core.speculator.drafts = [seer.Seer({"a": answer}, 0, 0, VOCAB)]
-    core.add(request)
-    flying = []
-    while core.has_work:
-        flying += [len(core.flight) for output in core.step() if len(output.token_ids) > 1]
-    assert len(flying) >= 5 and flying[-1] == 0
-    assert set(flying[:-1]) == {int(asynchronous)}
-
-
 PARTS, CASES = 50, 10_000
 
 

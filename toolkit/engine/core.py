@@ -20,6 +20,7 @@ from toolkit.engine.in_flight import InFlight
 from toolkit.engine.intake import INTERNAL_ERROR, UNAVAILABLE, Intake, refusal
 from toolkit.engine.nap import Nap
 from toolkit.engine.options import EngineOptions
+from toolkit.engine.plan import Plan
 from toolkit.engine.request import EngineOutput, EngineRequest
 from toolkit.engine.results import progress_of
 from toolkit.engine.scheduler import Scheduler
@@ -287,9 +288,8 @@ class EngineCore:
         """Run one step; returns the outputs that are ready, in no particular order.
 
         With lookahead the step is submitted before the results of the one before are read, unless a running request's
-        next input depends on them by more than a token id. Where guesses are verified, in this step or the one before,
-        they are read first, and handed out while the new one runs. Behind a long step none is submitted: requests which
-        come meanwhile are to be in the next one.
+        next input depends on them by more than a token id. Behind a long step there is none: it is waited for, so that
+        requests which come meanwhile are in the next one. Nor where the next step is to verify guesses.
         """
         started = time.perf_counter()
         if not self._nap.gone:
@@ -308,14 +308,10 @@ class EngineCore:
             self.keeper.turn(busy=bool(self.scheduler.running))
         outputs, self._outputs = self._outputs, []
         ahead = self._lookahead and not any(s.needs_host for s in self.scheduler.running)
-        if ahead and self.flight:
-            newest = self.flight.newest
-            long = self.scheduler.pace.is_long(newest)
-            if long or newest.guesses or self._tempted():
-                self.flight.collect(outputs)
-            if long:
-                self._step_seconds += time.perf_counter() - started
-                return outputs
+        if ahead and self.flight and self._waits_for(self.flight.newest):
+            self.flight.collect(outputs)
+            self._step_seconds += time.perf_counter() - started
+            return outputs
         if not ahead:
             self.flight.drain(outputs)
         plan = self.scheduler.schedule()
@@ -326,16 +322,17 @@ class EngineCore:
             self._steps += 1
         elif self.keeper is not None and self.keeper.reading and not self.flight:
             self.keeper.wait(READ_SECONDS)
-        while len(self.flight) > (1 if ahead and plan else 0):
+        while len(self.flight) > (1 if ahead and plan and not plan.guesses else 0):
             self.flight.collect(outputs)
         self._step_seconds += time.perf_counter() - started
         if self.options.check and not self.sequences:
             self.check_integrity()
         return outputs
 
-    def _tempted(self) -> bool:
-        """Whether the results of the step in flight are to be there before the next one, which would verify guesses."""
-        return self.speculator is not None and self.speculator.tempted(self.scheduler.running)
+    def _waits_for(self, plan: Plan) -> bool:
+        """Whether the results of a step in flight are to be there before the next one."""
+        tempted = self.speculator is not None and self.speculator.tempted(self.scheduler.running)
+        return tempted or self.scheduler.pace.is_long(plan)
 
     def stats(self) -> dict[str, Any]:
         """Gauges and counters since the start, JSON values."""
