@@ -26,27 +26,28 @@ def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
     alone = fit([read_row(found["part"], row) for row in joined(found["batches"])], LIMITS).time
     probes = [turn["probe"] for turn in found["turns"]]
     cold = _cold(found["turns"])
+    woken = cold * REST  # by which first tokens of probes came later
     short = each(probes, *_short(probes))
     if found["part"] == "one":
-        time = served(alone, probes, cold * REST, float(short["tpot_s"].mean()))
+        time = served(alone, probes, woken, float(short["tpot_s"].mean()))
         noise = _noise([_seconds(probe[0]) for probe in compress(probes, _count(probes))], REST)
         return time, Around(noise=noise, cold=cold)
     at_once = [turn["beside"] for turn in found["turns"]]
     noise = _noise([_seconds(row) for rows in compress(at_once, _count(at_once)) for row in rows], 0.0)
     brief, usual = (each([turn["outside"] for turn in found["turns"]], i) for i in (0, 1))
     # Two at once also wait for what is around the engines, which finds a core where there is one request alone.
-    time = served(alone, probes, cold * REST, float(usual["tpot_s"].mean()))
+    time = served(alone, probes, woken, float(usual["tpot_s"].mean()))
     token = max(0.0, (usual["outside"] - brief["outside"]) / (usual["out"] - brief["out"]))
     request = usual["outside"] - token * usual["out"]
-    taken = short["ttft_s"].mean() - cold * REST - time.wait + (short["out"] - 1) * short["tpot_s"].mean()
+    taken = short["ttft_s"].mean() - woken - time.wait + (short["out"] - 1) * short["tpot_s"].mean()
     threads = short["engine"] / float(taken)
     around = Around(cores=float(len(ALL)), threads=threads, token=token, request=request, noise=noise, cold=cold)
     beside = [each(at_once, i) for i in range(len(at_once[0]))]
     around = replace(around, step=_beside(beside, time, around))
     if found["part"] == "two":
-        return time, replace(around, way=_more(usual, time, 0, cold))
+        return time, replace(around, way=_more(usual, time, 0, woken))
     long = each([turn["outside"] for turn in found["turns"]], 2)
-    late = [_more(row, time, 1, cold) for row in (usual, long)]
+    late = [_more(row, time, 1, woken) for row in (usual, long)]
     each_token = max(0.0, (late[1] - late[0]) / (long["in"] - usual["in"]))
     handing = max(0.0, late[0] - each_token * usual["in"])
     return time, replace(around, handing_token=each_token, handing=handing)
@@ -110,17 +111,17 @@ def _cold(turns: list[dict[str, Any]]) -> float:
     return max(0.0, float(long["ttft_s"].mean() - short["ttft_s"].mean()) / (LONG_REST - REST))
 
 
-def _more(row: dict[str, Any], time: StepTime, prefills: int, cold: float) -> float:
+def _more(row: dict[str, Any], time: StepTime, prefills: int, woken: float) -> float:
     """Seconds by which first tokens came later than with what is known so far: the engine that is lent to has work with
-    a prompt, too. Each engine has rested before."""
+    a prompt, too. ``woken``: of which each engine's rest is a cause."""
     (known,) = simulate([Ask(0.0, row["in"], row["out"])], time, LIMITS, 1, prefills=prefills).served
-    return float(row["ttft_s"].mean()) - known.ttft - (1 + prefills) * cold * REST
+    return float(row["ttft_s"].mean()) - known.ttft - (1 + prefills) * woken
 
 
-def served(alone: StepTime, probes: list[list[dict[str, Any]]], cold: float, tpot: float) -> StepTime:
+def served(alone: StepTime, probes: list[list[dict[str, Any]]], woken: float, tpot: float) -> StepTime:
     """The steps of an engine that serves: as fast as the difference of long and short prompts says, for batches are
     measured in fewer moments. What each takes beyond those of ``alone`` are tokens sent, about as long for four of them
-    as for one; and a first token has a way to come and go. ``cold``: seconds by which their way was longer;
+    as for one; and a first token has a way to come and go. ``woken``: seconds by which their way was longer;
     ``tpot``: of one request alone."""
     short, long = each(probes, *_short(probes)), each(probes, *_long(probes))
     alone = replace(alone, wait=0.0)
@@ -132,7 +133,7 @@ def served(alone: StepTime, probes: list[list[dict[str, Any]]], cold: float, tpo
     alone = alone.times(more / (known_of(long).ttft - known_of(short).ttft))
     known = known_of(short)
     sent = tpot - (known.tpot or 0.0)
-    return replace(alone, start=alone.start + sent, wait=float(short["ttft_s"].mean()) - cold - known.ttft - sent)
+    return replace(alone, start=alone.start + sent, wait=float(short["ttft_s"].mean()) - woken - known.ttft - sent)
 
 
 def _short(probes: list[list[dict[str, Any]]]) -> range:

@@ -63,8 +63,8 @@ class Around:
     engine while it computes; ``step``: seconds that each of its steps takes longer while others compute, for they read
     memory, too; ``token``: core-seconds of each output token outside of engines: HTTP, proxy, client; ``request``: of
     each request, on its way. ``noise``: standard deviation of how long each engine's steps take, as a share, from
-    one moment to the next. ``cold``: by how much a request's way is
-    longer for each second that its engine has rested."""
+    one moment to the next. ``cold``: by how much a request's way is longer for each second
+    that its engine has rested."""
 
     way: float = 0.0
     handing: float = 0.0
@@ -184,8 +184,7 @@ class Fleet:
         self._version = dict.fromkeys(self._wants, 0)
         self._ends: list[tuple[float, int, int, int]] = []  # when a stretch ends, whose, and which version of it
         self._sent: list[tuple[float, int, float, Ask, int]] = []  # when, and how long its way is, to which group
-        self._coming: dict[int, tuple[Ask, int]] = {}  # on their way, to which group
-        self._woken: dict[int, tuple[Ask, int, int]] = {}  # and to which engine, that has rested
+        self._coming: dict[int, tuple[Ask, int, int | None]] = {}  # on their way, to which group, and engine if chosen
         self._count = 0
         self._clock: list[tuple[float, float]] = [(0.0, 0.0)]
 
@@ -209,7 +208,7 @@ class Fleet:
         if self._sent and self._sent[0][0] < ends:
             when, number, way, ask, g = heappop(self._sent)
             self._pass(when, self._own_at(when))
-            self._coming[number] = ask, g
+            self._coming[number] = ask, g, None
             heappush(self._ends, (self._own + way, WAY, number, 0))
             self._speak(1)
             return []
@@ -228,20 +227,20 @@ class Fleet:
         return ended
 
     def _arrive(self, number: int) -> None:
-        if number in self._woken:
-            ask, g, i = self._woken.pop(number)
-            self.groups[g].engines[i].coming -= 1
-        else:
-            ask, g = self._coming.pop(number)
+        ask, g, i = self._coming.pop(number)
+        if i is None:
             i = self.groups[g].choose()
             engine = self.groups[g].engines[i]
             if cold := self._around.cold * min(engine.rest(self._own), COLD):
                 engine.coming += 1
                 self.groups[g].note(i)
-                self._woken[number] = ask, g, i
+                self._coming[number] = ask, g, i
                 heappush(self._ends, (self._own + cold, WAY, number, 0))
                 return
-        self.groups[g].engines[i].add(ask, self._own)
+        else:
+            engine = self.groups[g].engines[i]
+            engine.coming -= 1
+        engine.add(ask, self._own)
         self._note(g, i)
 
     def _now_at(self, own: float) -> float:

@@ -14,9 +14,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +28,13 @@ _PIECE = 32 << 20  # bytes that are copied at once
 _PATIENCE = 1.0  # seconds before it begins: an answer to a command is sooner there
 _HEADER = HUGE  # bytes of a file that are no weights, at most
 _ENOUGH = 0.9  # share of a mapping that is in huge pages without that
-_FIXED, _PRIVATE = 0x10, 0x22  # MAP_FIXED; MAP_PRIVATE | MAP_ANONYMOUS
+_FIXED = 0x10  # MAP_FIXED
 _MAY_MOVE_TO = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
 _POPULATE_READ = 22  # of madvise, from Linux 5.14 on
 _FAILED = ctypes.c_void_p(-1).value
 
 _sources: WeakKeyDictionary[mmap.mmap, tuple[Path, tuple[int, int]]] = WeakKeyDictionary()  # file, and its identity
-_moved: WeakKeyDictionary[mmap.mmap, bool] = WeakKeyDictionary()
+_moved: WeakSet[mmap.mmap] = WeakSet()
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:
@@ -105,7 +106,7 @@ def move(file: mmap.mmap, room: Callable[[], int], stop: threading.Event) -> int
         if stop.is_set() or not _move(libc, start, size):
             break
         stop.wait(time.monotonic() - begun)  # others want memory's bandwidth, too
-        _moved[file] = True
+        _moved.add(file)
         done += size
         if not _in_huge_pages(start, start + size):  # the system has none left
             return 0 if _put_back(file) else done
@@ -113,7 +114,8 @@ def move(file: mmap.mmap, room: Callable[[], int], stop: threading.Event) -> int
 
 
 def _move(libc: ctypes.CDLL, at: int, size: int) -> bool:
-    held = libc.mmap(None, size + HUGE, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE, -1, 0)
+    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    held = libc.mmap(None, size + HUGE, access, kind, -1, 0)
     if held == _FAILED:
         return False
     new = -(-held // HUGE) * HUGE
@@ -143,7 +145,7 @@ def _put_back(file: mmap.mmap) -> bool:
                 return False
     except OSError:
         return False
-    del _moved[file]
+    _moved.discard(file)
     _advise(file, mmap.MADV_HUGEPAGE)
     return True
 
@@ -191,6 +193,7 @@ def _in_huge_pages(first: int, last: int) -> int:
     return found
 
 
+@cache
 def _libc() -> ctypes.CDLL | None:
     """None on a system whose mappings cannot be moved so."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
