@@ -5,12 +5,12 @@ under a Poisson load, beside what is simulated.
     python scripts/check_plan.py work/demo-engine --out DIR --again
 
 What the simulation is told: the times of steps from batches in an engine alone; from one request at a time to each
-server, with short rests, what serving costs, and how much the machine's speed varies; with longer ones how much slower
-an engine is behind them; what the others cost from the same without rests, and from one at a time through the proxy and
-to two apart. All of that is measured before, between and after the pieces of the loads, for the machine drifts by a
-tenth within minutes. What are compared are all requests at rates that none of these has seen, of all rounds in --out
-together. A piece during which other programs were busy does not count. Needs a machine that does nothing else; a round
-of a part takes about twelve minutes.
+server, with short rests, what serving costs, and how much the machine's speed and single steps vary; with rests as
+between random arrivals how much slower an engine is behind them; what the others cost from the same without rests, and
+from one at a time through the proxy and to two apart. All of that is measured before, between and after the pieces of
+the loads, for the machine drifts by a tenth within minutes. What are compared are all requests at rates that none of
+these has seen, of all rounds in --out together. A piece during which other programs were busy does not count. Needs a
+machine that does nothing else; a round of a part takes about twelve minutes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from planning.compared import compare
-from planning.servers import LONG_REST, REST, ROLES, Servers, batches
+from planning.servers import REST, RESTS, ROLES, Servers, batches
 
 BRIEF, LONG = 2, (800, 2)  # tokens out, and in and out, of what the simulation is told by beside requests of the load
 SHARES = (0.4, 0.6)  # of what eight clients reach
@@ -35,7 +35,6 @@ CHUNKS = (6, 8, 16, 32, 800)  # tokens of prompts of which steps are told: small
 # Requests of the load's lengths, and long ones, that tell how fast the machine is: of 10 what a step takes longer while
 # another engine computes came out as 0.1 ms in one round, and as 0.9 in another.
 PROBE = 30, 4
-RESTED = 15  # of the load's lengths, behind longer rests
 
 
 def measure(given: argparse.Namespace, part: str, file: Path) -> None:
@@ -48,7 +47,7 @@ def measure(given: argparse.Namespace, part: str, file: Path) -> None:
         front = [servers.front]
 
         def single(
-            urls: Sequence[str], shape: tuple[int, int], count: int = PROBE[0], rest: float = 0.0
+            urls: Sequence[str], shape: tuple[int, int], count: int = PROBE[0], rest: float | Sequence[float] = 0.0
         ) -> list[dict[str, Any]]:
             """One request at a time to each: what it takes is no matter of what the scheduler does."""
             return servers.load(urls, shape, count, 1, rest=rest)
@@ -58,7 +57,7 @@ def measure(given: argparse.Namespace, part: str, file: Path) -> None:
                 found["batches"].append(batches(given.model, short, CHUNKS, ROUNDS))
             # All servers at once, with rests: while nothing else runs all cores halt, and each token comes later.
             now = {"probe": [*single(servers.urls, short, rest=REST), *single(servers.urls, LONG, PROBE[1], REST)]}
-            now["rested"] = single(servers.urls, short, RESTED, LONG_REST)
+            now["rested"] = single(servers.urls, short, len(RESTS), RESTS)
             if part != "one":
                 now["beside"] = single(servers.urls, short)
                 now["outside"] = [*single(front, brief, rest=REST), *single(front, short, rest=REST)]

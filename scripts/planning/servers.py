@@ -31,8 +31,9 @@ ALL = sorted(os.sched_getaffinity(0))  # cores
 BATCH, LENGTH = 16, 2048
 OTHERS = 0.05  # cores that other programs may have meanwhile: what was measured beside more does not count
 # Seconds before each of requests that come one at a time: few, for an engine that has rested is slower at first, its
-# caches others' meanwhile; and so many that they tell how much.
-REST, LONG_REST = 0.05, 0.55
+# caches others' meanwhile; and as many as between requests that come at random, which tell how much.
+REST = 0.05
+RESTS = [-0.3 * math.log(1 - (7 * i % 15 + 0.5) / 15) for i in range(15)]
 ENOUGH = 64  # tokens that a round of prompts has, or one prompt: a slow moment would be all that few small ones tell
 TRIES = 3  # of batches beside fewer
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -115,9 +116,10 @@ class Servers:
         count: int,
         concurrency: int | None = None,
         rate: float = math.inf,
-        rest: float = 0.0,
+        rest: float | Sequence[float] = 0.0,
     ) -> list[dict[str, Any]]:
-        """A row of each of ``urls``, which are loaded at once; ``rest``: seconds before each request, none of its own.
+        """A row of each of ``urls``, which are loaded at once; ``rest``: seconds before each request, none of its own;
+        those of several by turn.
 
         ``outside_s``: seconds of the cores that all but engines have had for an output token; ``engine_s``: that these
         have had for a request; ``others``: cores that programs other than these had meanwhile; ``ttft_s``, ``tpot_s``:
@@ -133,8 +135,10 @@ class Servers:
         asks = [asks_of(traffic, 0) for traffic in traffics]
         clients = [Client(url, extra=GREEDY) for url in urls]
 
-        async def ask_of(client: Client, ask: TextAsk) -> Exchange:
-            await asyncio.sleep(rest)
+        rests = list(rest) if isinstance(rest, Sequence) else [rest]
+
+        async def ask_of(client: Client, number: int, ask: TextAsk) -> Exchange:
+            await asyncio.sleep(rests[number % len(rests)])
             return await client.run(ask)
 
         async def go() -> list[tuple[list[Exchange], float]]:
@@ -145,7 +149,7 @@ class Servers:
             engines = seconds(self._engines)
             runs = [
                 run_at(
-                    some, lambda _, ask, client=client: ask_of(client, ask), concurrency=concurrency,
+                    some, lambda number, ask, client=client: ask_of(client, number, ask), concurrency=concurrency,
                     starts=None if rate == math.inf else poisson_starts(traffic.seed, count, rate),
                 )
                 for some, client, traffic in zip(asks, clients, traffics, strict=True)
@@ -163,6 +167,7 @@ class Servers:
             each = {
                 "ttft_s": [r.ttft for r in records],
                 "tpot_s": [r.tpot for r in records],
+                "rests": rests,
                 "seed": traffic.seed,
                 "began": exchanges[0].start,
             }

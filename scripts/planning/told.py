@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from planning.servers import ALL, BATCH, LONG_REST, OTHERS, REST
+from planning.servers import ALL, BATCH, OTHERS, REST
 
 from toolkit.planner.engine import HOLDS, Limits
 from toolkit.planner.fit import fit, read_row
@@ -28,10 +28,11 @@ def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
     cold = _cold(found["turns"])
     woken = cold * REST  # by which first tokens of probes came later
     short = each(probes, *_short(probes))
+    varies = {"jitter": _jitter(probes), "cold": cold}
     if found["part"] == "one":
         time = served(alone, probes, woken, float(short["tpot_s"].mean()))
         noise = _noise([_seconds(probe[0]) for probe in compress(probes, _count(probes))], REST)
-        return time, Around(noise=noise, cold=cold)
+        return time, Around(noise=noise, **varies)
     at_once = [turn["beside"] for turn in found["turns"]]
     noise = _noise([_seconds(row) for rows in compress(at_once, _count(at_once)) for row in rows], 0.0)
     brief, usual = (each([turn["outside"] for turn in found["turns"]], i) for i in (0, 1))
@@ -41,7 +42,7 @@ def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
     request = usual["outside"] - token * usual["out"]
     taken = short["ttft_s"].mean() - woken - time.wait + (short["out"] - 1) * short["tpot_s"].mean()
     threads = short["engine"] / float(taken)
-    around = Around(cores=float(len(ALL)), threads=threads, token=token, request=request, noise=noise, cold=cold)
+    around = Around(cores=float(len(ALL)), threads=threads, token=token, request=request, noise=noise, **varies)
     beside = [each(at_once, i) for i in range(len(at_once[0]))]
     around = replace(around, step=_beside(beside, time, around))
     if found["part"] == "two":
@@ -102,13 +103,22 @@ def joined(passes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _cold(turns: list[dict[str, Any]]) -> float:
-    """By how much a request's way is longer for each second that its engine has rested: as much as first tokens came
-    later behind long rests than behind short ones."""
-    if "rested" not in turns[0]:
+    """By how much a request's way is longer for each second that its engine has rested: the slope of first tokens by
+    the rests before them, turn by turn and server by server, for all drift."""
+    if "rests" not in turns[0].get("rested", [{}])[0]:
         return 0.0
-    probes, rested = ([turn[name] for turn in turns] for name in ("probe", "rested"))
-    long, short = each(rested, *range(len(rested[0]))), each(probes, *_short(probes))
-    return max(0.0, float(long["ttft_s"].mean() - short["ttft_s"].mean()) / (LONG_REST - REST))
+    loads = [row for turn in turns for row in turn["rested"]]
+    rows = [row for row in loads if row["others"] <= OTHERS] or loads
+    rests = np.array([row["rests"] for row in rows])
+    rests -= rests.mean(axis=1, keepdims=True)
+    return max(0.0, float(np.sum(rests * np.array([row["ttft_s"] for row in rows])) / np.sum(np.square(rests))))
+
+
+def _jitter(probes: list[list[dict[str, Any]]]) -> float:
+    """Standard deviation of single steps, by the gaps between tokens of requests one at a time; none of those that
+    waited for something else."""
+    rows = [probe[i] for probe in compress(probes, _count(probes)) for i in _short(probes)]
+    return median(row["p90_itl_ms"] - row["p50_itl_ms"] for row in rows) / 1000 / 1.2816  # 90 % of a normal one
 
 
 def _more(row: dict[str, Any], time: StepTime, prefills: int, woken: float) -> float:

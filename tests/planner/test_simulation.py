@@ -172,6 +172,17 @@ def test_slow_moments_make_the_last_hundredth_wait_longer() -> None:
     assert varied.throughput == pytest.approx(steady.throughput, rel=0.02)
 
 
+def test_where_steps_vary_prompts_are_cut_smaller() -> None:
+    """By an engine that sees only how long they took: prompts come later, and the answers beside them are held up
+    less. The engine does as much."""
+    jump = StepTime(0.006, (1.0, 8.0), (0.0005, 0.00045, 0.0006), 3e-6)  # the first 8 tokens of a step are cheap
+    asks = drawn(5, 600, 2.0, "120", "20", 0)
+    steady, varied = (simulate(asks, jump, Limits(), 1, Around(jitter=jitter)) for jitter in (0.0, 0.0035))
+    assert varied.percentile("ttft", 90) > 1.05 * steady.percentile("ttft", 90)
+    assert np.mean([one.tpot for one in varied.served]) < np.mean([one.tpot for one in steady.served])
+    assert varied.throughput == pytest.approx(steady.throughput, rel=0.02)
+
+
 def test_what_the_way_takes() -> None:
     """A proxy's part and that of blocks which go over stand before the first token alone."""
     ask = Ask(1.0, 200, 5)
@@ -386,10 +397,13 @@ def test_times_are_found_again_from_what_they_gave() -> None:
                 ttft, decode = _seconds(row, real, limits)
                 rows.append(Measured(size, row.count, length, 64, ttft, decode, served, not served))
     found = fit(rows, limits)
-    asks = drawn(7, 1000, 1.8, "32:400", "16:96", 0)  # of fewer the last hundredth is chance
+    loads = [drawn(seed, 400, 1.8, "32:400", "16:96", 0) for seed in (7, 8, 9)]  # a last hundredth is chance
     for name, percent in (("ttft", 50), ("ttft", 99), ("tpot", 50), ("tpot", 99)):
-        true, guessed = (simulate(asks, time, limits, 1).percentile(name, percent) for time in (real, found.time))
-        assert guessed == pytest.approx(true, rel=0.1), (name, percent)
+        true, guessed = (
+            np.mean([simulate(asks, time, limits, 1).percentile(name, percent) for asks in loads])
+            for time in (real, found.time)
+        )
+        assert guessed == pytest.approx(true, rel=0.07), (name, percent)
     assert 0 < found.time.wait < 0.02
 
 
@@ -404,3 +418,15 @@ def test_a_jump_between_few_tokens_is_found() -> None:
     found = fit(rows, limits).time
     for tokens in (1, 4, 8, 32, 115):
         assert found.seconds(tokens, rows=1) == pytest.approx(real.seconds(tokens), rel=0.05), tokens
+
+
+def test_a_figure_that_was_spoiled_does_not_spoil_the_others() -> None:
+    """Two requests at once took half as long again: as when another program had the machine meanwhile."""
+    limits, rows = Limits(16), []
+    for size, length in (*((size, 115) for size in (1, 2, 4, 8, 16)), (1, 8), (1, 32), (1, 800)):
+        row = Measured(size, size, length, 20, 0, 0, False, True)
+        ttft, decode = _seconds(row, TIME, limits)
+        rows.append(replace(row, ttft=ttft, decode=decode))
+    rows[1] = replace(rows[1], ttft=1.5 * rows[1].ttft, decode=1.5 * rows[1].decode)
+    found = fit(rows, limits)
+    assert sorted(map(abs, found.errors))[-3] < 0.05 < 0.3 < abs(found.worst)

@@ -97,7 +97,8 @@ class Engine:
     keeps_features: bool = False
     more: float = 0.0  # seconds that each step takes longer at present
     noise: float = 0.0  # standard deviation of how long steps take, as a share, from one moment to the next
-    seed: int = 0  # of that
+    jitter: float = 0.0  # seconds by which what its pace sees of a step's time varies from one to the next, likewise
+    seed: int = 0  # of both
     coming: int = 0  # requests that are its already, and on their way
     warm: bool = True  # its pace has learned what steps cost, as that of an engine which has served before
     looks: int = 0  # steps of a busy engine in which it asks for, and then reads, blocks that another one lends
@@ -225,7 +226,9 @@ class Engine:
     def _learn(self) -> None:
         """Have the pace know of the last step."""
         if self._last is not None:
-            self._pace.ended(*self._last)
+            plan, end = self._last
+            late = self._draw.gauss(0.0, self.jitter / math.sqrt(2)) if self.jitter else 0.0  # each time has two ends
+            self._pace.ended(plan, end + late)
             self._last = None
 
     def _begin(self, now: float, seen: float) -> None:

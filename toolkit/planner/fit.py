@@ -23,6 +23,7 @@ from toolkit.planner.step_time import Features, StepTime, made, non_negative
 
 ROUNDS = 10
 FIRST = 3  # of them with a bend at each size that was measured; then few enough are chosen
+GOOD = 0.02  # relative error below which a smaller one is no better
 GUESS = StepTime(0.01, (), (0.001,))
 
 
@@ -119,27 +120,29 @@ def _possible(where: str, row: Measured) -> Measured:
 
 
 def fit(rows: Sequence[Measured], limits: Limits) -> Fit:
-    """The times of steps with which the simulated runs are nearest to the measured ones, by relative error."""
+    """The times of steps with which the simulated runs are nearest to the measured ones, by relative error. Of a few
+    figures that another program spoiled the others know nothing: errors count as they are, not squared."""
     knots, most = _sizes(rows, limits), max(1, 4 * len(rows) // 3 - 6)
     time = replace(GUESS, knots=knots, slopes=(*(0.0 for _ in knots), GUESS.slopes[0]))
     target = np.array([seconds for row in rows for seconds in (row.ttft, row.decode)])
     waits = np.array([[float(row.served), float(not row.served)] for row in rows])
     ways = np.stack([waits, np.zeros_like(waits)], axis=1).reshape(-1, 2)  # to a first token, over HTTP and without
-    best, way = Fit(time, [np.inf]), 0.0
+    best, way, counts = Fit(time, [np.inf]), 0.0, np.ones(len(target))
     for turn in range(ROUNDS):
         matrix = np.array([line for row in rows for line in _contents(row, time, limits)])
-        whole = np.column_stack([matrix, ways]) / target[:, None]
+        whole = np.column_stack([matrix, ways]) * (counts / target)[:, None]
         if chosen := turn == FIRST and len(knots) > most:
-            knots, whole = _chosen(knots, whole, most)
-        found = non_negative(whole, np.ones(len(target)))
+            knots, whole = _chosen(knots, whole, counts, most)
+        found = non_negative(whole, counts)
         before = np.array([time.start, *time.slopes, time.context, time.pairs, time.row, time.wait, way])
         found = found if turn == 0 or chosen else (found + before) / 2
         *coefficients, wait, way = found.tolist()
         time = made(knots, coefficients, wait)
         simulated = np.array([s for row in rows for s in _seconds(row, time, limits)]) + way * ways[:, 1]
         now = Fit(time, (simulated / target - 1).tolist())
+        counts = 1 / np.sqrt(np.maximum(np.abs(now.errors), GOOD))
         if len(knots) <= most:
-            best = min(best, now, key=lambda one: sum(error * error for error in one.errors))
+            best = min(best, now, key=lambda one: sum(map(abs, one.errors)))
     return best
 
 
@@ -149,7 +152,9 @@ def _sizes(rows: Sequence[Measured], limits: Limits) -> tuple[float, ...]:
     return tuple(sorted(map(float, {min(row.at_once, limits.max_batch_size) for row in rows} | alone)))
 
 
-def _chosen(sizes: tuple[float, ...], whole: Features, count: int) -> tuple[tuple[float, ...], Features]:
+def _chosen(
+    sizes: tuple[float, ...], whole: Features, target: Features, count: int
+) -> tuple[tuple[float, ...], Features]:
     """At which ``count`` (fewer) of ``sizes``, the largest among them, the line of a step's tokens bends, so that it is
     nearest to what was measured, and ``whole`` for these: there have to be more figures than coefficients."""
     found: tuple[float, tuple[float, ...], Features] | None = None
@@ -157,7 +162,7 @@ def _chosen(sizes: tuple[float, ...], whole: Features, count: int) -> tuple[tupl
         ends = [0, *(i + 1 for i in some), len(sizes)]  # columns 1 to len(sizes) are of tokens up to a size
         merged = [whole[:, 1 + low : 1 + high].sum(axis=1) for low, high in pairwise(ends)]
         matrix = np.column_stack([whole[:, 0], *merged, whole[:, 1 + len(sizes) :]])
-        left = float(np.square(matrix @ non_negative(matrix, np.ones(len(matrix))) - 1).sum())
+        left = float(np.square(matrix @ non_negative(matrix, target) - target).sum())
         if found is None or left < found[0]:
             found = left, (*(sizes[i] for i in some), sizes[-1]), matrix
     assert found is not None

@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heappop, heappush
 
 import numpy as np
@@ -63,8 +64,9 @@ class Around:
     engine while it computes; ``step``: seconds that each of its steps takes longer while others compute, for they read
     memory, too; ``token``: core-seconds of each output token outside of engines: HTTP, proxy, client; ``request``: of
     each request, on its way. ``noise``: standard deviation of how long each engine's steps take, as a share, from
-    one moment to the next. ``cold``: by how much a request's way is longer for each second
-    that its engine has rested."""
+    one moment to the next; ``jitter``: of single steps, in seconds: where they vary an engine takes them to be shorter
+    than they are, and cuts prompts smaller. ``cold``: by how much a request's way is longer for each second that its
+    engine has rested."""
 
     way: float = 0.0
     handing: float = 0.0
@@ -74,6 +76,7 @@ class Around:
     token: float = 0.0
     step: float = 0.0
     noise: float = 0.0
+    jitter: float = 0.0
     request: float = 0.0
     cold: float = 0.0
 
@@ -96,10 +99,11 @@ def simulate(
     lend, the whole blocks of a prompt. ``seed``: of the lots among engines with equally many requests.
     ``at_once``: so many clients ask one after the other, whenever requests would have come."""
     copied = replace(time, slopes=tuple(slope + around.handing_token for slope in time.slopes))
-    looks, noise, first = LOOKS if prefills else 0, around.noise, seed << 32
-    writing = Group([Engine(time, limits, looks=looks, noise=noise, seed=first + i) for i in range(replicas)], seed)
+    looks, first = LOOKS if prefills else 0, seed << 32
+    engine = partial(Engine, limits=limits, noise=around.noise, jitter=around.jitter)
+    writing = Group([engine(time, looks=looks, seed=first + i) for i in range(replicas)], seed)
     first += replicas
-    lending = Group([Engine(copied, limits, noise=noise, seed=first + i) for i in range(prefills)], seed)
+    lending = Group([engine(copied, seed=first + i) for i in range(prefills)], seed)
     if prefills:  # both have it to do with a request
         around = replace(around, request=around.request / 2)
     fleet = Fleet([writing, lending], around)

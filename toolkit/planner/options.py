@@ -66,6 +66,11 @@ class Demand:
         min=0,
         max=1,
     )
+    jitter_ms: float = option(
+        0.0,
+        "Standard deviation of single steps in ms, as gaps between tokens show it: engines cut prompts smaller then.",
+        min=0,
+    )
     cold_ms: float = option(
         0.0,
         "ms that a first token takes longer for each second (up to 1.5) that its engine has rested: caches are cold.",
@@ -116,6 +121,7 @@ class Demand:
             self.outside_us / 1e6,
             self.step_us / 1e6,
             self.noise,
+            self.jitter_ms / 1e3,
             self.outside_ms / 1e3,
             self.cold_ms / 1e3,
         )
