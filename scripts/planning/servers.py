@@ -37,7 +37,8 @@ RESTS = [-0.3 * math.log(1 - (7 * i % 15 + 0.5) / 15) for i in range(15)]
 ENOUGH = 64  # tokens that a round of prompts has, or one prompt: a slow moment would be all that few small ones tell
 TRIES = 3  # of batches beside fewer
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-ENGINE = ["--max-batch-size", BATCH, "--session-len", LENGTH]
+# Guesses come true as texts have it: no plan knows.
+ENGINE = ["--max-batch-size", BATCH, "--session-len", LENGTH, "--threads", 1, "--speculative", "off"]
 ROLES: dict[str, list[list[str]]] = {
     "one": [[]],
     "two": [[], []],
@@ -92,10 +93,8 @@ class Servers:
         self._tokenizer = Tokenizer.open(Path(model))
         self._seed = seed
         roles = ROLES[part]
-        engine = [*ENGINE, "--threads", 1]
-        engine += ["--speculative", "off"]  # guesses come true as texts have it: no plan knows
         started = [
-            stack.enter_context(running(23401 + i, "api_server", model, *engine, *role)) for i, role in enumerate(roles)
+            stack.enter_context(running(23401 + i, "api_server", model, *ENGINE, *role)) for i, role in enumerate(roles)
         ]
         place(*(process for _, process in started))
         self.urls = [url for url, _ in started]
@@ -208,12 +207,11 @@ def batches(model: str, shape: tuple[int, int], sizes: Sequence[int], rounds: in
     found = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
-        kinds = [(shape[0], "1,2,4,8,16", 1), *((size, "1", max(1, ENOUGH // size)) for size in sizes)]
+        kinds = [(shape[0], "16,8,4,2,1", 1), *((size, "1", max(1, ENOUGH // size)) for size in sizes)]
         for tokens, at_once, times in kinds:
             words = ["profile", "generation", model, "--json", file, "--rounds", times * rounds]
             words += ["--concurrency", at_once, "--prompt-tokens", tokens, "--completion-tokens", shape[1]]
-            words += [*ENGINE, "--threads", 1]
-            command = [*TOOL, *map(str, words)]
+            command = [*TOOL, *map(str, [*words, *ENGINE])]
             for _ in range(TRIES):
                 before, began = busy() - whole(), time.monotonic()
                 with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
