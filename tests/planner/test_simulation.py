@@ -407,26 +407,27 @@ def test_times_are_found_again_from_what_they_gave() -> None:
     assert 0 < found.time.wait < 0.02
 
 
+def batches(time: StepTime) -> list[Measured]:
+    """What batches that begin together take, and prompts that are alone."""
+    rows = []
+    for size, length in (*((size, 115) for size in (1, 2, 4, 8, 16)), (1, 8), (1, 32), (1, 800)):
+        row = Measured(size, size, length, 20, 0, 0, False, True)
+        ttft, decode = _seconds(row, time, Limits(16))
+        rows.append(replace(row, ttft=ttft, decode=decode))
+    return rows
+
+
 def test_a_jump_between_few_tokens_is_found() -> None:
     """As where other kernels begin: of steps that have eight tokens, a chunk of a prompt or eight answers."""
     real = StepTime(0.004, (4.0, 8.0), (0.0005, 0.002, 0.0003), context=3e-6)
-    limits, rows = Limits(16), []
-    for size, length in (*((size, 115) for size in (1, 2, 4, 8, 16)), (1, 8), (1, 32), (1, 800)):
-        row = Measured(size, size, length, 20, 0, 0, False, True)
-        ttft, decode = _seconds(row, real, limits)
-        rows.append(replace(row, ttft=ttft, decode=decode))
-    found = fit(rows, limits).time
+    found = fit(batches(real), Limits(16)).time
     for tokens in (1, 4, 8, 32, 115):
         assert found.seconds(tokens, rows=1) == pytest.approx(real.seconds(tokens), rel=0.05), tokens
 
 
 def test_a_figure_that_was_spoiled_does_not_spoil_the_others() -> None:
     """Two requests at once took half as long again: as when another program had the machine meanwhile."""
-    limits, rows = Limits(16), []
-    for size, length in (*((size, 115) for size in (1, 2, 4, 8, 16)), (1, 8), (1, 32), (1, 800)):
-        row = Measured(size, size, length, 20, 0, 0, False, True)
-        ttft, decode = _seconds(row, TIME, limits)
-        rows.append(replace(row, ttft=ttft, decode=decode))
+    rows = batches(TIME)
     rows[1] = replace(rows[1], ttft=1.5 * rows[1].ttft, decode=1.5 * rows[1].decode)
-    found = fit(rows, limits)
+    found = fit(rows, Limits(16))
     assert sorted(map(abs, found.errors))[-3] < 0.05 < 0.3 < abs(found.worst)
