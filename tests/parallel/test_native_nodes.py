@@ -10,6 +10,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -203,15 +204,16 @@ def test_a_bridge_that_is_killed_as_it_starts(gone: bool, support: Any, monkeypa
         Bridge({}, lambda: None)
 
 
-@pytest.mark.parametrize(("module", "child", "number", "told"), [
-    ("native_worker", True, signal.SIGKILL, r"rank 1 \(at 127\.0\.0\.1\) is gone"),
-    ("native_worker", True, signal.SIGSTOP, r"rank 1 \(at 127\.0\.0\.1\) has not answered"),
-    ("bridge", False, signal.SIGKILL, r"node_rank 1"),  # the other machine's
-    ("bridge", True, signal.SIGKILL, r"the bridge of ranks \(process \d+\) has ended"),
+@pytest.mark.parametrize(("module", "child", "number", "before", "told"), [
+    ("native_worker", True, signal.SIGKILL, 0.0, r"rank 1 \(at 127\.0\.0\.1\) is gone"),
+    ("native_worker", True, signal.SIGSTOP, 0.0, r"rank 1 \(at 127\.0\.0\.1\) has not answered"),
+    ("bridge", False, signal.SIGKILL, 0.0, r"node_rank 1"),  # the other machine's
+    ("bridge", False, signal.SIGKILL, 0.5, r"node_rank 1"),  # the connection is known to be closed
+    ("bridge", True, signal.SIGKILL, 0.0, r"the bridge of ranks \(process \d+\) has ended"),
 ])  # fmt: skip
 def test_what_is_lost_is_told(
-    module: str, child: bool, number: int, told: str, port: int, second: Any, tiny_models: Any, support: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    module: str, child: bool, number: int, before: float, told: str, port: int, second: Any, tiny_models: Any,
+    support: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     model = Model(str(tiny_models("llama")), options(), {})
     other = second(model)
@@ -226,6 +228,7 @@ def test_what_is_lost_is_told(
         found = processes(f"toolkit.parallel.{module}").items()
         (victim,) = (pid for pid, parent in found if (parent == os.getpid()) == child)
         os.kill(victim, number)
+        time.sleep(before)
         with pytest.raises(RunnerLost, match=told):
             driver.step({sequence: [5]})
         with pytest.raises(RunnerLost):

@@ -10,8 +10,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -144,24 +144,25 @@ class Span:
                 raise RuntimeError(f"a message between ranks has {most} bytes at most, before it had {len(out)}")
             for machine in others:
                 if machine not in coming:
-                    coming[machine] = self._group.recv([found[machine]], machine, 0)
+                    with _of(machine):
+                        coming[machine] = self._group.recv([found[machine]], machine, 0)
             mine = out[: self._library.tk_bridge_pack(self._bridge, out.data_ptr())]
-            sent = [self._group.send([mine], machine, 0) for machine in others]
+            sent = []
             for machine in others:
-                try:
+                with _of(machine):
+                    sent.append(self._group.send([mine], machine, 0))
+            for machine in others:
+                with _of(machine):
                     coming.pop(machine).wait()
-                except RuntimeError as e:
-                    raise RuntimeError(f"node_rank {machine}: {_line(e)}") from e
-                if self._library.tk_bridge_unpack(self._bridge, found[machine].data_ptr()):
-                    raise RuntimeError(f"node_rank {machine}: {library.error(self._library)}")
+                    if self._library.tk_bridge_unpack(self._bridge, found[machine].data_ptr()):
+                        raise RuntimeError(library.error(self._library))
             self._library.tk_bridge_arrive(self._bridge)
             for machine in others:  # a message that comes when it is waited for needs no answer first
-                coming[machine] = self._group.recv([found[machine]], machine, 0)
+                with _of(machine):
+                    coming[machine] = self._group.recv([found[machine]], machine, 0)
             for machine, work in zip(others, sent, strict=True):
-                try:
+                with _of(machine):
                     work.wait()
-                except RuntimeError as e:
-                    raise RuntimeError(f"node_rank {machine}: {_line(e)}") from e
             most = self._wait()
 
     def _wait(self) -> int:
@@ -173,6 +174,15 @@ class Span:
     def lose(self) -> None:
         """No rank of this machine waits any more."""
         self._library.tk_bridge_lose(self._bridge)
+
+
+@contextmanager
+def _of(machine: int) -> Iterator[None]:
+    """What fails in here is told as that machine's: where a connection is lost, also a call that only begins fails."""
+    try:
+        yield
+    except RuntimeError as e:
+        raise RuntimeError(f"node_rank {machine}: {_line(e)}") from e
 
 
 def _bytes(count: int) -> torch.Tensor:
