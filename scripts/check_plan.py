@@ -5,12 +5,13 @@ under a Poisson load, beside what is simulated.
     python scripts/check_plan.py work/demo-engine --out DIR --again
 
 What the simulation is told: the times of steps from batches in an engine alone; from one request at a time to each
-server, with short rests, what serving costs, and how much the machine's speed and single steps vary; with rests as
-between random arrivals how much slower an engine is behind them; what the others cost from the same without rests, and
-from one at a time through the proxy and to two apart. All of that is measured before, between and after the pieces of
-the loads, for the machine drifts by a tenth within minutes. What are compared are all requests at rates that none of
-these has seen, of all rounds in --out together. A piece during which other programs were busy does not count. Needs a
-machine that does nothing else; a round of a part takes about twelve minutes.
+server, with short rests, what serving costs, and how much the machine's speed and single steps vary; from two at a time
+what steps with answers and prompts take; with rests as between random arrivals how much slower an engine is behind
+them; what the others cost from the same without rests, and from one at a time through the proxy and to two apart. All
+of that is measured before, between and after the pieces of the loads, for the machine drifts by a tenth within minutes.
+What are compared are all requests at rates that none of these has seen, of all rounds in --out together. A piece during
+which other programs were busy does not count. Needs a machine that does nothing else; a round of a part takes about
+fourteen minutes.
 """
 
 from __future__ import annotations
@@ -28,13 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from planning.compared import compare
 from planning.servers import REST, RESTS, ROLES, Servers, batches
 
-BRIEF, LONG = 2, (800, 2)  # tokens out, and in and out, of what the simulation is told by beside requests of the load
+BRIEF, TINY = 2, (2, 2)  # tokens out, and in and out, of what the simulation is told by beside requests of the load
 SHARES = (0.4, 0.6)  # of what eight clients reach
 ROUNDS = 3  # of batches, before the first piece, in the middle and behind the last
-CHUNKS = (6, 8, 16, 32, 800)  # tokens of prompts of which steps are told: small ones, as they are cut beside answers
-# Requests of the load's lengths, and long ones, that tell how fast the machine is: of 10 what a step takes longer while
-# another engine computes came out as 0.1 ms in one round, and as 0.9 in another.
-PROBE = 30, 4
+# Requests of the load's lengths that tell how fast the machine is: of 10 what a step takes longer while another engine
+# computes came out as 0.1 ms in one round, and as 0.9 in another.
+PROBE = 30
 
 
 def measure(given: argparse.Namespace, part: str, file: Path) -> None:
@@ -47,22 +47,23 @@ def measure(given: argparse.Namespace, part: str, file: Path) -> None:
         front = [servers.front]
 
         def single(
-            urls: Sequence[str], shape: tuple[int, int], count: int = PROBE[0], rest: float | Sequence[float] = 0.0
+            urls: Sequence[str], shape: tuple[int, int], count: int = PROBE, rest: float | Sequence[float] = 0.0
         ) -> list[dict[str, Any]]:
             """One request at a time to each: what it takes is no matter of what the scheduler does."""
             return servers.load(urls, shape, count, 1, rest=rest)
 
         def turn(number: int) -> None:
             if number in (0, given.pieces // 2, given.pieces):
-                found["batches"].append(batches(given.model, short, CHUNKS, ROUNDS))
+                found["batches"].append(batches(given.model, short, ROUNDS))
             # All servers at once, with rests: while nothing else runs all cores halt, and each token comes later.
-            now = {"probe": [*single(servers.urls, short, rest=REST), *single(servers.urls, LONG, PROBE[1], REST)]}
+            now = {"probe": [*single(servers.urls, short, rest=REST), *single(servers.urls, TINY, rest=REST)]}
             now["rested"] = single(servers.urls, short, len(RESTS), RESTS)
+            now["two"] = [servers.load([url], short, 2 * PROBE, 2)[0] for url in servers.urls]
             if part != "one":
                 now["beside"] = single(servers.urls, short)
                 now["outside"] = [*single(front, brief, rest=REST), *single(front, short, rest=REST)]
             if part == "apart":
-                now["outside"] += single(front, LONG, PROBE[1], REST)
+                now["outside"] += single(front, TINY, rest=REST)
             found["turns"].append(now)
 
         for url in servers.urls:  # the first requests of a server are slower

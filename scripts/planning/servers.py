@@ -35,6 +35,11 @@ OTHERS = 0.05  # cores that other programs may have meanwhile: what was measured
 REST = 0.05
 RESTS = [-0.3 * math.log(1 - (7 * i % 15 + 0.5) / 15) for i in range(15)]
 ENOUGH = 64  # tokens that a round of prompts has, or one prompt: a slow moment would be all that few small ones tell
+SHORT = 8  # tokens of prompts of batches that read little
+WHOLE = 8192  # tokens of a step: no prompt is cut
+# Into which it is, as beside answers: of so few tokens a prompt that comes alone takes longer, its engine has rested.
+PIECES = (1, 2, 4, 8, 12, 16, 32)
+PROMPTS = (1, 800)  # tokens: the way to a first one, and much of what is before a token
 TRIES = 3  # of batches beside fewer
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 # Guesses come true as texts have it: no plan knows.
@@ -201,16 +206,20 @@ def whole() -> float:
     return found
 
 
-def batches(model: str, shape: tuple[int, int], sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Batches that begin together, in an engine alone: what a step takes that only decodes; then what
-    one takes that computes a prompt of each of ``sizes`` tokens."""
+def batches(model: str, shape: tuple[int, int], rounds: int) -> list[dict[str, Any]]:
+    """Requests that begin together, in an engine alone: what a step takes that only decodes, behind long and short
+    prompts, for among prompts of one length what is read grows as the batch does; what a piece of a prompt takes; and
+    prompts of ``PROMPTS`` tokens alone."""
     found = []
+    kinds = [(shape[0], "16,8,4,2,1", 1, WHOLE), (SHORT, "16,8,4,2", 1, WHOLE)]
+    kinds += [(shape[0], "1", 1, size) for size in PIECES]
+    kinds += [(size, "1", max(1, ENOUGH // size), WHOLE) for size in PROMPTS]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
-        kinds = [(shape[0], "16,8,4,2,1", 1), *((size, "1", max(1, ENOUGH // size)) for size in sizes)]
-        for tokens, at_once, times in kinds:
+        for tokens, at_once, times, most in kinds:
             words = ["profile", "generation", model, "--json", file, "--rounds", times * rounds]
             words += ["--concurrency", at_once, "--prompt-tokens", tokens, "--completion-tokens", shape[1]]
+            words += ["--max-prefill-token-num", most]
             command = [*TOOL, *map(str, [*words, *ENGINE])]
             for _ in range(TRIES):
                 before, began = busy() - whole(), time.monotonic()

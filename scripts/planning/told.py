@@ -4,6 +4,7 @@ measured between the loads."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import compress, pairwise
 from statistics import median
@@ -32,7 +33,7 @@ def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
     if found["part"] == "one":
         time = served(alone, probes, woken, float(short["tpot_s"].mean()))
         noise = _noise([_seconds(probe[0]) for probe in compress(probes, _count(probes))], REST)
-        return time, Around(noise=noise, **varies)
+        return time, Around(noise=noise, mixed=_mixed(found["turns"], time, varies), **varies)
     at_once = [turn["beside"] for turn in found["turns"]]
     noise = _noise([_seconds(row) for rows in compress(at_once, _count(at_once)) for row in rows], 0.0)
     brief, usual = (each([turn["outside"] for turn in found["turns"]], i) for i in (0, 1))
@@ -42,15 +43,18 @@ def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
     request = usual["outside"] - token * usual["out"]
     taken = short["ttft_s"].mean() - woken - time.wait + (short["out"] - 1) * short["tpot_s"].mean()
     threads = short["engine"] / float(taken)
+    varies["mixed"] = _mixed(found["turns"], time, varies)
     around = Around(cores=float(len(ALL)), threads=threads, token=token, request=request, noise=noise, **varies)
     beside = [each(at_once, i) for i in range(len(at_once[0]))]
-    around = replace(around, step=_beside(beside, time, around))
+    share = beside[0]["outside"] / (around.request + around.token * beside[0]["out"])
+    direct = replace(around, request=share * around.request, token=share * around.token)  # without the proxy
+    around = replace(around, step=_beside(beside, time, direct))
     if found["part"] == "two":
         return time, replace(around, way=_more(usual, time, 0, woken))
-    long = each([turn["outside"] for turn in found["turns"]], 2)
-    late = [_more(row, time, 1, woken) for row in (usual, long)]
-    each_token = max(0.0, (late[1] - late[0]) / (long["in"] - usual["in"]))
-    handing = max(0.0, late[0] - each_token * usual["in"])
+    tiny = each([turn["outside"] for turn in found["turns"]], 2)
+    late = [_more(row, time, 1, woken) for row in (tiny, usual)]
+    each_token = max(0.0, (late[1] - late[0]) / (usual["in"] - tiny["in"]))
+    handing = max(0.0, late[1] - each_token * usual["in"])
     return time, replace(around, handing_token=each_token, handing=handing)
 
 
@@ -129,29 +133,29 @@ def _more(row: dict[str, Any], time: StepTime, prefills: int, woken: float) -> f
 
 
 def served(alone: StepTime, probes: list[list[dict[str, Any]]], woken: float, tpot: float) -> StepTime:
-    """The steps of an engine that serves: as fast as the difference of long and short prompts says, for batches are
+    """The steps of an engine that serves: as fast as the difference of usual and tiny prompts says, for batches are
     measured in fewer moments. What each takes beyond those of ``alone`` are tokens sent, about as long for four of them
     as for one; and a first token has a way to come and go. ``woken``: seconds by which their way was longer;
     ``tpot``: of one request alone."""
-    short, long = each(probes, *_short(probes)), each(probes, *_long(probes))
+    short, tiny = each(probes, *_short(probes)), each(probes, *_tiny(probes))
     alone = replace(alone, wait=0.0)
 
     def known_of(row: dict[str, Any]) -> Served:
         return simulate([Ask(0.0, row["in"], row["out"])], alone, LIMITS, 1).served[0]
 
-    more = float(long["ttft_s"].mean() - short["ttft_s"].mean())
-    alone = alone.times(more / (known_of(long).ttft - known_of(short).ttft))
+    more = float(short["ttft_s"].mean() - tiny["ttft_s"].mean())
+    alone = alone.times(more / (known_of(short).ttft - known_of(tiny).ttft))
     known = known_of(short)
     sent = tpot - (known.tpot or 0.0)
     return replace(alone, start=alone.start + sent, wait=float(short["ttft_s"].mean()) - woken - known.ttft - sent)
 
 
 def _short(probes: list[list[dict[str, Any]]]) -> range:
-    """Places of the rows of requests of the load's lengths, a server's after another's; then come long ones."""
+    """Places of the rows of requests of the load's lengths, a server's after another's; then come tiny ones."""
     return range(len(probes[0]) // 2)
 
 
-def _long(probes: list[list[dict[str, Any]]]) -> range:
+def _tiny(probes: list[list[dict[str, Any]]]) -> range:
     return range(len(probes[0]) // 2, len(probes[0]))
 
 
@@ -172,13 +176,32 @@ def _beside(rows: list[dict[str, Any]], time: StepTime, around: Around) -> float
     """What a step takes longer while others compute: as much as answers of all engines at once took longer."""
     taken = float(np.mean([row["tpot_s"].mean() for row in rows]))
     asks = [Ask(0.0, rows[0]["in"], rows[0]["out"])] * len(rows) * rows[0]["completed"]
-    share = rows[0]["outside"] / (around.request + around.token * rows[0]["out"])  # without the proxy
-    there = replace(around, request=share * around.request, token=share * around.token, noise=0.0)
 
     def seconds(step: float) -> float:
-        run = simulate(asks, time, LIMITS, len(rows), replace(there, step=step), at_once=len(rows))
+        there = replace(around, step=step, noise=0.0)
+        run = simulate(asks, time, LIMITS, len(rows), there, at_once=len(rows))
         return float(np.mean([one.tpot for one in run.served]))
 
+    return _least(seconds, taken)
+
+
+def _mixed(turns: list[dict[str, Any]], time: StepTime, varies: dict[str, float]) -> float:
+    """What a step takes beyond its tokens that has answers and prompts: as much as requests took longer of which one
+    server alone had two at a time. No batch has such steps, for all its requests begin together."""
+    two = [turn["two"] for turn in turns]
+    row = each(two, *range(len(two[0])))
+    taken = float(row["ttft_s"].mean() + (row["out"] - 1) * row["tpot_s"].mean())
+    asks = [Ask(0.0, row["in"], row["out"])] * row["completed"]
+
+    def seconds(mixed: float) -> float:
+        run = simulate(asks, time, LIMITS, 1, Around(mixed=mixed, **varies), at_once=2)
+        return float(np.mean([one.e2e for one in run.served]))
+
+    return _least(seconds, taken)
+
+
+def _least(seconds: Callable[[float], float], taken: float) -> float:
+    """From 0 to 0.02 for what ``seconds`` reaches ``taken``."""
     low, high = 0.0, 0.02
     for _ in range(10):
         middle = (low + high) / 2

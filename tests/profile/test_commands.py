@@ -128,6 +128,7 @@ def test_generation(run: Run, tiny_models: Any, tmp_path: Path) -> None:
             "output_throughput",
             "first_token_latency_ms",
             "token_latency_ms",
+            "max_prefill_token_num",
             "peak_memory_mib",
             "peak_memory_of",
         }

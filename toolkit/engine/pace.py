@@ -26,7 +26,7 @@ HASTY = 0.5  # and, also of the target itself, where one of them waits for a fir
 ALONE_LEAST = 64  # likewise while nobody decodes
 LEAST_SHARE = 0.5  # of the target that is left to prompts where decoding takes up all of it
 LONG_STEP = 0.1  # seconds of a step, beside which the time between two does not count
-NOISE = 0.2  # of a measured time that may be chance, as a share of it
+NOISE = 0.2  # of a measured time that may be chance, as a share of what was expected: of itself, short ones would count
 DRIFT = 0.1  # by which a prompt's cost may change from one step to the next, as a share; more where one was a surprise
 DECODE_DRIFT = 0.05  # by which the cost of decoding may
 SURPRISE = 2.0  # times what it should take that a step takes which counts only if the next one does, too
@@ -125,7 +125,7 @@ class Pace:
             drift = np.full(4, max(DRIFT, abs(seconds / expected - 1) / 2))
             drift[DECODE] = DECODE_DRIFT
             self._doubt += np.diag((drift * self._costs * (work > 0)) ** 2)
-        gain = self._doubt @ work / (work @ self._doubt @ work + (NOISE * seconds) ** 2)
+        gain = self._doubt @ work / (work @ self._doubt @ work + (NOISE * expected) ** 2)
         least = self._costs * 0.2
         self._costs = np.maximum(self._costs + gain * (seconds - expected), least)
         self._doubt -= np.outer(gain, work @ self._doubt)

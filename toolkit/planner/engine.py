@@ -98,6 +98,7 @@ class Engine:
     more: float = 0.0  # seconds that each step takes longer at present
     noise: float = 0.0  # standard deviation of how long steps take, as a share, from one moment to the next
     jitter: float = 0.0  # seconds by which what its pace sees of a step's time varies from one to the next, likewise
+    mixed: float = 0.0  # seconds that a step with answers and prompts takes beyond its content
     seed: int = 0  # of both
     coming: int = 0  # requests that are its already, and on their way
     warm: bool = True  # its pace has learned what steps cost, as that of an engine which has served before
@@ -122,7 +123,7 @@ class Engine:
     def __post_init__(self) -> None:
         self._draw = random.Random(self.seed)
         if self.warm and self.limits.paced:
-            self._pace = deepcopy(_learned(self.time, self.limits))
+            self._pace = deepcopy(_learned(self.time, self.limits, self.mixed))
 
     @property
     def end(self) -> float:
@@ -249,7 +250,8 @@ class Engine:
         context = float(sum(job.length for job in decodes))
         pairs = sum(count * (job.computed + count / 2) for job, count in chunks)
         factor = self._speed(now)
-        first = factor * self.time.seconds(tokens, context, pairs, rows) + self.more
+        beyond = self.mixed if decodes and chunks else 0.0
+        first = factor * (self.time.seconds(tokens, context, pairs, rows) + beyond) + self.more
         sums = features(self.time.knots, tokens, context, pairs, rows) if self.keeps_features else None
         self.stretch = Stretch(now, decodes, chunks, steps, first, factor * self.time.context * len(decodes), sums)
         if self.noise:
@@ -361,9 +363,9 @@ class Engine:
 
 
 @lru_cache(maxsize=16)
-def _learned(time: StepTime, limits: Limits) -> Pace:
+def _learned(time: StepTime, limits: Limits, mixed: float) -> Pace:
     """What an engine's pace knows after some requests, long before the first that counts."""
-    engine, now = Engine(time, limits, warm=False), -1e6
+    engine, now = Engine(time, limits, warm=False, mixed=mixed), -1e6
     for size in (512, 64, 256, 128):
         engine.add(Ask(now, size, 32), now)
         while engine.stretch is not None and len(engine.prompts) > 0:

@@ -21,7 +21,8 @@ from toolkit.planner.engine import Engine, Limits
 from toolkit.planner.fleet import closed
 from toolkit.planner.step_time import Features, StepTime, made, non_negative
 
-ROUNDS = 10
+ROUNDS = 24  # at most: how prompts are cut depends on the times, and settles slowly
+SETTLED = 1e-3  # change of all errors below which it has
 FIRST = 3  # of them with a bend at each size that was measured; then few enough are chosen
 GOOD = 0.02  # relative error below which a smaller one is no better
 GUESS = StepTime(0.01, (), (0.001,))
@@ -31,7 +32,8 @@ GUESS = StepTime(0.01, (), (0.001,))
 class Measured:
     """A row of a file: ``at_once`` requests at a time, ``count`` in all; seconds, mean over requests, until the first
     token and from it to the last. ``served``: over HTTP, so that requests have a way to the engine, and it paces its
-    steps. ``together``: all began at once, and the seconds are until the last of their first tokens, and after it."""
+    steps. ``together``: all began at once, and the seconds are until the last of their first tokens, and after it.
+    ``cut``: prompt tokens of a step at most, where prompts have more."""
 
     at_once: int
     count: int
@@ -41,6 +43,7 @@ class Measured:
     decode: float
     served: bool
     together: bool
+    cut: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,9 @@ def read_row(where: str, row: Any) -> Measured:
                     f"{where}: completion_tokens: expected 2 or more, for a speed of decoding, found {out}"
                 )
             ttft, decode = size * length / row["prefill_throughput"], size * (out - 1) / row["decode_throughput"]
-            return _possible(where, Measured(size, size, length, out, ttft, decode, False, True))
+            most = int(row.get("max_prefill_token_num", size * length))
+            cut = most if most < size * length else None
+            return _possible(where, Measured(size, size, length, out, ttft, decode, False, True, cut))
         if "max_concurrency" in row:
             count, most = int(row["completed"]), row["max_concurrency"]
             if row.get("request_rate") is not None or most is None:
@@ -112,6 +117,7 @@ def _possible(where: str, row: Measured) -> Measured:
         "prompt tokens": row.input_len,
         "seconds until the first token": row.ttft,
         "seconds from it to the last": row.decode,
+        "prompt tokens of a step": row.input_len if row.cut is None else row.cut,
     }
     for name, value in figures.items():
         if not 0 < value < math.inf:
@@ -127,28 +133,31 @@ def fit(rows: Sequence[Measured], limits: Limits) -> Fit:
     target = np.array([seconds for row in rows for seconds in (row.ttft, row.decode)])
     waits = np.array([[float(row.served), float(not row.served)] for row in rows])
     ways = np.stack([waits, np.zeros_like(waits)], axis=1).reshape(-1, 2)  # to a first token, over HTTP and without
-    best, way, counts = Fit(time, [np.inf]), 0.0, np.ones(len(target))
+    best = now = Fit(time, [np.inf] * len(target))
+    way, counts = 0.0, np.ones(len(target))
     for turn in range(ROUNDS):
         matrix = np.array([line for row in rows for line in _contents(row, time, limits)])
         whole = np.column_stack([matrix, ways]) * (counts / target)[:, None]
         if chosen := turn == FIRST and len(knots) > most:
             knots, whole = _chosen(knots, whole, counts, most)
         found = non_negative(whole, counts)
-        before = np.array([time.start, *time.slopes, time.context, time.pairs, time.row, time.wait, way])
-        found = found if turn == 0 or chosen else (found + before) / 2
+        last = np.array([time.start, *time.slopes, time.context, time.pairs, time.row, time.wait, way])
+        found = found if turn == 0 or chosen else (found + last) / 2
         *coefficients, wait, way = found.tolist()
         time = made(knots, coefficients, wait)
         simulated = np.array([s for row in rows for s in _seconds(row, time, limits)]) + way * ways[:, 1]
-        now = Fit(time, (simulated / target - 1).tolist())
+        before, now = now, Fit(time, (simulated / target - 1).tolist())
         counts = 1 / np.sqrt(np.maximum(np.abs(now.errors), GOOD))
         if len(knots) <= most:
             best = min(best, now, key=lambda one: sum(map(abs, one.errors)))
+        if turn > FIRST and np.abs(np.subtract(now.errors, before.errors)).max() < SETTLED:
+            break
     return best
 
 
 def _sizes(rows: Sequence[Measured], limits: Limits) -> tuple[float, ...]:
-    """Of steps whose times were measured: those of batches, and of prompts that were alone."""
-    alone = {row.input_len for row in rows if row.together and row.at_once == 1}
+    """Of steps whose times were measured: those of batches, and of prompts that were alone, or of their pieces."""
+    alone = {row.cut or row.input_len for row in rows if row.together and row.at_once == 1}
     return tuple(sorted(map(float, {min(row.at_once, limits.max_batch_size) for row in rows} | alone)))
 
 
@@ -172,6 +181,7 @@ def _chosen(
 def _simulated(row: Measured, time: StepTime, limits: Limits) -> Engine:
     own = replace(limits, max_batch_size=max(limits.max_batch_size, row.at_once), kv_tokens=None)
     own = own if row.served else replace(own, paced=False)
+    own = own if row.cut is None else replace(own, max_prefill_token_num=row.cut)
     return closed(row.count, row.input_len, row.output_len, row.at_once, time, own)
 
 

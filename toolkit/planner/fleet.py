@@ -65,8 +65,8 @@ class Around:
     memory, too; ``token``: core-seconds of each output token outside of engines: HTTP, proxy, client; ``request``: of
     each request, on its way. ``noise``: standard deviation of how long each engine's steps take, as a share, from
     one moment to the next; ``jitter``: of single steps, in seconds: where they vary an engine takes them to be shorter
-    than they are, and cuts prompts smaller. ``cold``: by how much a request's way is longer for each second that its
-    engine has rested."""
+    than they are, and cuts prompts smaller. ``mixed``: seconds that a step with answers and prompts takes beyond
+    what it has of both. ``cold``: by how much a request's way is longer for each second that its engine has rested."""
 
     way: float = 0.0
     handing: float = 0.0
@@ -77,6 +77,7 @@ class Around:
     step: float = 0.0
     noise: float = 0.0
     jitter: float = 0.0
+    mixed: float = 0.0
     request: float = 0.0
     cold: float = 0.0
 
@@ -100,7 +101,7 @@ def simulate(
     ``at_once``: so many clients ask one after the other, whenever requests would have come."""
     copied = replace(time, slopes=tuple(slope + around.handing_token for slope in time.slopes))
     looks, first = LOOKS if prefills else 0, seed << 32
-    engine = partial(Engine, limits=limits, noise=around.noise, jitter=around.jitter)
+    engine = partial(Engine, limits=limits, noise=around.noise, jitter=around.jitter, mixed=around.mixed)
     writing = Group([engine(time, looks=looks, seed=first + i) for i in range(replicas)], seed)
     first += replicas
     lending = Group([engine(copied, seed=first + i) for i in range(prefills)], seed)

@@ -71,6 +71,7 @@ class Demand:
         "Standard deviation of single steps in ms, as gaps between tokens show it: engines cut prompts smaller then.",
         min=0,
     )
+    mixed_us: float = option(0.0, "µs that a step with answers and prompts takes beyond what it has of both.", min=0)
     cold_ms: float = option(
         0.0,
         "ms that a first token takes longer for each second (up to 1.5) that its engine has rested: caches are cold.",
@@ -122,6 +123,7 @@ class Demand:
             self.step_us / 1e6,
             self.noise,
             self.jitter_ms / 1e3,
+            self.mixed_us / 1e6,
             self.outside_ms / 1e3,
             self.cold_ms / 1e3,
         )

@@ -54,7 +54,8 @@ def measure(
     on_row: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[dict[str, Any]]:
     """Open ``model`` (``packed``: see ``AsyncEngine.open``) and measure one row a batch size (keys: see
-    metrics.generation_row; and ``peak_memory_of``, whose memory that is).
+    metrics.generation_row; ``max_prefill_token_num``, prompt tokens of a step at most; ``peak_memory_of``, whose memory
+    that is).
 
     Prompts are random and never repeat, in the warm-up and in every round: the prefix cache finds nothing. Requests use
     the adapters of ``engine_config`` in turn. ``on_end``: told what came of guesses (``guesses_row``).
@@ -102,7 +103,8 @@ async def _measure_all(
             raise_if_any_failed(records)
             rounds.append(records)
         row = generation_row(rounds, grid.prompt_tokens, grid.completion_tokens, memory.peak())
-        rows.append(row | {"peak_memory_of": memory.whose})
+        most = engine.plan.max_prefill_token_num
+        rows.append(row | {"max_prefill_token_num": most, "peak_memory_of": memory.whose})
         on_row(rows[-1])
     return rows
 
