@@ -87,8 +87,7 @@ def figure(name: str, rows: Sequence[dict[str, Any]], draws: Sequence[Sequence[R
 def flags(around: Around) -> str:
     told = {
         "noise": around.noise, "jitter-ms": 1e3 * around.jitter, "mixed-us": 1e6 * around.mixed,
-        "cold-ms": 1e3 * around.cold,
-        "cores": around.cores, "threads": around.threads, "step-us": 1e6 * around.step,
+        "cold-ms": 1e3 * around.cold, "cores": around.cores, "threads": around.threads, "step-us": 1e6 * around.step,
         "outside-us": 1e6 * around.token, "outside-ms": 1e3 * around.request, "route-ms": 1e3 * around.way,
         "handover-ms": 1e3 * around.handing, "handover-us": 1e6 * around.handing_token,
     }  # fmt: skip

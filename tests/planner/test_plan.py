@@ -14,7 +14,7 @@ import pytest
 
 from toolkit.errors import UsageError
 from toolkit.planner.engine import Limits
-from toolkit.planner.fit import Measured, _seconds
+from toolkit.planner.fit import Measured, seconds_of, simulated
 from toolkit.planner.fleet import Around, simulate
 from toolkit.planner.machines import Machine, Model, predicted
 from toolkit.planner.options import Demand
@@ -39,7 +39,8 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = []
     for size in (1, 2, 4, 8, 16):
         count = 4 * size
-        ttft, decode = _seconds(Measured(size, count, 128, 32, 0, 0, True, False), TIME, Limits(16))
+        asked = Measured(size, count, 128, 32, 0, 0, True, False)
+        ttft, decode = seconds_of(asked, simulated(asked, TIME, Limits(16)), TIME)
         rows.append(
             {"request_rate": None, "max_concurrency": size, "completed": count, "total_input_tokens": 128 * count}
             | {"total_output_tokens": 32 * count, "mean_ttft_ms": ttft * 1000, "mean_tpot_ms": decode / 31 * 1000}

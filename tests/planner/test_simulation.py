@@ -20,7 +20,7 @@ from toolkit.engine.sequence import Sequence
 from toolkit.planner import engine as module
 from toolkit.planner import fleet
 from toolkit.planner.engine import Engine, Job, Limits
-from toolkit.planner.fit import Measured, _seconds, fit
+from toolkit.planner.fit import Measured, fit, seconds_of, simulated
 from toolkit.planner.fleet import COLD, LOOKS, Around, simulate
 from toolkit.planner.step_time import StepTime, features, made, non_negative
 from toolkit.planner.traffic import Ask, drawn
@@ -406,7 +406,7 @@ def test_times_are_found_again_from_what_they_gave() -> None:
         for size in (1, 2, 4, 8, 16):
             for served in (False, True):
                 row = Measured(size, 4 * size if served else size, length, 64, 0, 0, served, not served)
-                ttft, decode = _seconds(row, real, limits)
+                ttft, decode = seconds_of(row, simulated(row, real, limits), real)
                 rows.append(Measured(size, row.count, length, 64, ttft, decode, served, not served))
     found = fit(rows, limits)
     loads = [drawn(seed, 400, 1.8, "32:400", "16:96", 0) for seed in (7, 8, 9)]  # a last hundredth is chance
@@ -424,7 +424,7 @@ def batches(time: StepTime) -> list[Measured]:
     rows = []
     for size, length in (*((size, 115) for size in (1, 2, 4, 8, 16)), (1, 8), (1, 32), (1, 800)):
         row = Measured(size, size, length, 20, 0, 0, False, True)
-        ttft, decode = _seconds(row, time, Limits(16))
+        ttft, decode = seconds_of(row, simulated(row, time, Limits(16)), time)
         rows.append(replace(row, ttft=ttft, decode=decode))
     return rows
 
@@ -443,7 +443,7 @@ def test_what_pieces_of_prompts_take_is_told_by_prompts_that_are_cut() -> None:
     rows = batches(real)
     for size in (1, 2, 4, 8, 16, 32):
         row = Measured(1, 1, 115, 20, 0, 0, False, True, cut=size)
-        ttft, decode = _seconds(row, real, Limits(16))
+        ttft, decode = seconds_of(row, simulated(row, real, Limits(16)), real)
         rows.append(replace(row, ttft=ttft, decode=decode))
     found = fit(rows, Limits(16)).time
     for tokens in (1, 2, 4, 8, 12, 16, 32, 115):

@@ -96,9 +96,9 @@ class Engine:
     limits: Limits
     keeps_features: bool = False
     more: float = 0.0  # seconds that each step takes longer at present
+    mixed: float = 0.0  # seconds that a step with answers and prompts takes beyond its content
     noise: float = 0.0  # standard deviation of how long steps take, as a share, from one moment to the next
     jitter: float = 0.0  # seconds by which what its pace sees of a step's time varies from one to the next, likewise
-    mixed: float = 0.0  # seconds that a step with answers and prompts takes beyond its content
     seed: int = 0  # of both
     coming: int = 0  # requests that are its already, and on their way
     warm: bool = True  # its pace has learned what steps cost, as that of an engine which has served before

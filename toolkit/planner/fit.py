@@ -17,7 +17,7 @@ import numpy as np
 
 from toolkit.artifacts.json_file import read_json
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.planner.engine import Engine, Limits
+from toolkit.planner.engine import Job, Limits
 from toolkit.planner.fleet import closed
 from toolkit.planner.step_time import Features, StepTime, made, non_negative
 
@@ -135,8 +135,9 @@ def fit(rows: Sequence[Measured], limits: Limits) -> Fit:
     ways = np.stack([waits, np.zeros_like(waits)], axis=1).reshape(-1, 2)  # to a first token, over HTTP and without
     best = now = Fit(time, [np.inf] * len(target))
     way, counts = 0.0, np.ones(len(target))
+    runs = [simulated(row, time, limits) for row in rows]
     for turn in range(ROUNDS):
-        matrix = np.array([line for row in rows for line in _contents(row, time, limits)])
+        matrix = np.array([line for row, run in zip(rows, runs, strict=True) for line in _contents(row, run)])
         whole = np.column_stack([matrix, ways]) * (counts / target)[:, None]
         if chosen := turn == FIRST and len(knots) > most:
             knots, whole = _chosen(knots, whole, counts, most)
@@ -145,8 +146,9 @@ def fit(rows: Sequence[Measured], limits: Limits) -> Fit:
         found = found if turn == 0 or chosen else (found + last) / 2
         *coefficients, wait, way = found.tolist()
         time = made(knots, coefficients, wait)
-        simulated = np.array([s for row in rows for s in _seconds(row, time, limits)]) + way * ways[:, 1]
-        before, now = now, Fit(time, (simulated / target - 1).tolist())
+        runs = [simulated(row, time, limits) for row in rows]
+        takes = [s for row, run in zip(rows, runs, strict=True) for s in seconds_of(row, run, time)]
+        before, now = now, Fit(time, ((np.array(takes) + way * ways[:, 1]) / target - 1).tolist())
         counts = 1 / np.sqrt(np.maximum(np.abs(now.errors), GOOD))
         if len(knots) <= most:
             best = min(best, now, key=lambda one: sum(map(abs, one.errors)))
@@ -178,16 +180,16 @@ def _chosen(
     return found[1:]
 
 
-def _simulated(row: Measured, time: StepTime, limits: Limits) -> Engine:
+def simulated(row: Measured, time: StepTime, limits: Limits) -> list[Job]:
+    """Its requests, in the order in which they end."""
     own = replace(limits, max_batch_size=max(limits.max_batch_size, row.at_once), kv_tokens=None)
     own = own if row.served else replace(own, paced=False)
     own = own if row.cut is None else replace(own, max_prefill_token_num=row.cut)
-    return closed(row.count, row.input_len, row.output_len, row.at_once, time, own)
+    return closed(row.count, row.input_len, row.output_len, row.at_once, time, own).done
 
 
-def _contents(row: Measured, time: StepTime, limits: Limits) -> tuple[Features, Features]:
+def _contents(row: Measured, jobs: list[Job]) -> tuple[Features, Features]:
     """What the steps held, until the first token and after it, as ``row`` has its seconds."""
-    jobs = _simulated(row, time, limits).done
     starts, firsts, ends = (
         np.array([getattr(job, name) for job in jobs]) for name in ("at_start", "at_first", "at_end")
     )
@@ -197,8 +199,8 @@ def _contents(row: Measured, time: StepTime, limits: Limits) -> tuple[Features, 
     return (firsts - starts).mean(axis=0), (ends - firsts).mean(axis=0)
 
 
-def _seconds(row: Measured, time: StepTime, limits: Limits) -> tuple[float, float]:
-    jobs = _simulated(row, time, limits).done
+def seconds_of(row: Measured, jobs: list[Job], time: StepTime) -> tuple[float, float]:
+    """As ``row`` has them, of its simulated requests."""
     first = max(job.first for job in jobs)
     if row.together:
         return first, max(job.end for job in jobs) - first

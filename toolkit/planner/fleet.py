@@ -64,8 +64,8 @@ class Around:
     engine while it computes; ``step``: seconds that each of its steps takes longer while others compute, for they read
     memory, too; ``token``: core-seconds of each output token outside of engines: HTTP, proxy, client; ``request``: of
     each request, on its way. ``noise``: standard deviation of how long each engine's steps take, as a share, from
-    one moment to the next; ``jitter``: of single steps, in seconds: where they vary an engine takes them to be shorter
-    than they are, and cuts prompts smaller. ``mixed``: seconds that a step with answers and prompts takes beyond
+    one moment to the next; ``jitter``: of single steps, in seconds: where they vary an engine cuts prompts now smaller,
+    now larger. ``mixed``: seconds that a step with answers and prompts takes beyond
     what it has of both. ``cold``: by how much a request's way is longer for each second that its engine has rested."""
 
     way: float = 0.0

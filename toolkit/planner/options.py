@@ -68,7 +68,7 @@ class Demand:
     )
     jitter_ms: float = option(
         0.0,
-        "Standard deviation of single steps in ms, as gaps between tokens show it: engines cut prompts smaller then.",
+        "Standard deviation of single steps in ms, as gaps between tokens show it: engines cut prompts otherwise then.",
         min=0,
     )
     mixed_us: float = option(0.0, "µs that a step with answers and prompts takes beyond what it has of both.", min=0)
