@@ -14,6 +14,8 @@ import pytest
 
 from tests.serve.asking import ask
 from toolkit import PytorchEngineConfig
+from toolkit.artifacts.text_head import longest_text
+from toolkit.errors import ToolkitError
 from toolkit.serve.generation.pooling import INSTRUCTION, SYSTEM
 
 
@@ -96,6 +98,33 @@ def test_a_folder_whose_texts_are_turns_of_a_chat(
             assert got["usage"]["prompt_tokens"] == 2 * (len(ids) - 3 * cut)
         status, got = ask(server.url, "/v1/embeddings", {"model": "tiny", "input": "A ship. " * 900})
         assert status == 400 and "input" in got["error"]["message"]
+
+
+def test_a_text_is_read_as_far_as_its_folder_says(
+    tiny_models: Any, serve_tiny: Any, support: Any, tmp_path: Path
+) -> None:
+    """As sentence-transformers reads it, unless somebody asks for more."""
+    folder = support("tiny").copy_of(tiny_models("qwen2"), tmp_path / "saved")
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 12}))
+    ids = list(range(70, 90))
+    for session_len, most in ((None, 12), (500, 20)):
+        config = PytorchEngineConfig(device_type="cpu", dtype="float32", session_len=session_len)
+        with serve_tiny(folder, config) as (server, *_):
+            body = {"model": "tiny", "input": [ids, ids[:most]], "truncate_prompt_tokens": -1}
+            status, got = ask(server.url, "/v1/embeddings", body)
+            assert status == 200 and got["usage"]["prompt_tokens"] == 2 * most, got
+            assert got["data"][0]["embedding"] == pytest.approx(got["data"][1]["embedding"], abs=1e-5)
+            status, got = ask(server.url, "/v1/embeddings", {"model": "tiny", "input": ids})
+            assert status == (400 if most == 12 else 200)
+            assert most == 20 or ("12" in got["error"]["message"] and "--session-len" in got["error"]["message"])
+
+
+@pytest.mark.parametrize("wrong", ["12", 0, True, 1.5])
+def test_a_length_of_texts_that_is_none(tiny_models: Any, support: Any, tmp_path: Path, wrong: Any) -> None:
+    folder = support("tiny").copy_of(tiny_models("qwen2"), tmp_path / "saved")
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": wrong}))
+    with pytest.raises(ToolkitError, match="max_seq_length: expected"):
+        longest_text(folder)
 
 
 def yes_share(

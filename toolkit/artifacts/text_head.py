@@ -113,6 +113,16 @@ def default_prompt(directory: Path) -> str:
     return prompt
 
 
+def longest_text(directory: Path) -> int | None:
+    """Tokens of a text, those around it among them, that sentence-transformers reads no further than; None where the
+    folder says nothing of it."""
+    file = directory / TEXTS
+    most = read_json_object(file).get("max_seq_length") if file.is_file() else None
+    if most is not None and (type(most) is not int or most < 1):
+        raise ToolkitError(f"{file}: max_seq_length: expected a whole number of 1 or more, found {most!r:.40}")
+    return most
+
+
 def head_numbers(directory: Path, head: TextHead) -> Arrays:
     """The layers' numbers, float32: "0.weight", "0.bias", "1.weight" … Raises ToolkitError where they are missing."""
     if (file := directory / NUMBERS).is_file():

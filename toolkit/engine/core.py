@@ -228,6 +228,11 @@ class EngineCore:
         self.adapters.unload(number)
         self._drop_adapters()
 
+    def settle(self) -> None:
+        """As ``Runner.settle``."""
+        self.flight.drain(self._outputs)
+        self.runner.settle()
+
     def trace_ranks(self, on: bool) -> list[list[list[Any]]]:
         """Of each rank what it has done since this was last called (``toolkit.parallel.group.Event``); from now on that
         is kept where ``on``. Raises UsageError where there is one process alone."""

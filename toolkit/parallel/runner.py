@@ -171,6 +171,9 @@ class RankedRunner:
             return None, None
         return None if str(weights.model) == self._path else str(weights.model), str(weights.files)
 
+    def settle(self) -> None:
+        self._all("settle")
+
     def release_weights(self) -> None:
         self._all("release_weights")
 

@@ -49,6 +49,7 @@ def measure(
         check_room(engine, texts)
         head = open_head(engine.tokenizer.path, texts.pooling)
         on_start(engine)
+        engine.settle()
         with PeakMemory.of(engine.device) as memory:
             return asyncio.run(_measure_all(engine, texts, head, engine_config.adapters, memory, on_done))
 

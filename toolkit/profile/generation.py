@@ -68,6 +68,7 @@ def measure(
     ) as engine:
         check_room(engine, grid)
         on_start(engine)
+        engine.settle()
         with PeakMemory.of(engine.device) as memory:
             rows = asyncio.run(_measure_all(engine, grid, engine_config.adapters, memory, on_done, on_row))
         on_end(guesses_row(engine.stats()))

@@ -49,6 +49,7 @@ def measure(
     ) as engine:
         engine.trace_ranks(False)  # whether it has any
         on_start(engine)
+        engine.settle()
         rng = np.random.default_rng(wish.seed)
         for name, tokens, tell in (
             ("warm-up", min(WARM_UP_TOKENS, wish.completion_tokens), lambda record: None),

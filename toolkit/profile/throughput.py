@@ -88,6 +88,7 @@ def measure(
     ) as engine:
         asks = asks_of(load, engine)
         on_start(engine)
+        engine.settle()
         starts = None if load.request_rate == math.inf else poisson_starts(load.seed, len(asks), load.request_rate)
         warm_up = random_asks(load.seed + 1, engine.tokenizer, 1, min(16, engine.session_len - 4), 4)
 

@@ -90,6 +90,9 @@ class Runner(Protocol):
     def load_weights(self) -> None:
         """Idempotent; ``release_weights`` undoes it (sleep)."""
 
+    def settle(self) -> None:
+        """Wait for what is done beside steps since ``load_weights``, after which steps take their usual time."""
+
     def release_weights(self) -> None: ...
 
     def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:

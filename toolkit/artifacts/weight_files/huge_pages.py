@@ -74,6 +74,11 @@ class Mover:
             self._thread = threading.Thread(target=self._run, name="huge pages", daemon=True)
             self._thread.start()
 
+    def wait(self) -> None:
+        """All that is to be moved is, once this returns."""
+        if self._thread is not None:
+            self._thread.join()
+
     def close(self) -> None:
         """It is ended, or has not begun, once this returns."""
         self._stop.set()

@@ -92,10 +92,14 @@ def plan(
     device: str,
     wishes: Wishes,
     guessed: int = 1,
+    usual: int | None = None,
 ) -> MemoryPlan:
-    """Share out ``need.free`` bytes. ``guessed``: tokens that a request draws in a step, at most. Raises ToolkitError,
-    one line with the numbers, where it cannot be done."""
-    return _Planner(need, groups, block_size, vocab_size, max_position, device == "cpu", wishes, guessed).run()
+    """Share out ``need.free`` bytes. ``guessed``: tokens that a request draws in a step, at most; ``usual``: the
+    session length where none is asked for, ``max_position`` unless given. Raises ToolkitError, one line with the
+    numbers, where it cannot be done."""
+    cpu = device == "cpu"
+    usual = max_position if usual is None else usual
+    return _Planner(need, groups, block_size, vocab_size, max_position, cpu, wishes, guessed, usual).run()
 
 
 @dataclass
@@ -110,6 +114,7 @@ class _Planner:
     cpu: bool
     wishes: Wishes
     rows: int
+    usual: int
 
     def __post_init__(self) -> None:
         need, wishes = self.need, self.wishes
@@ -137,7 +142,7 @@ class _Planner:
         activations = self.need.activations_per_token * (tokens + batch * self.each)
         logits = batch * self.logits
         left = self.usable - activations - logits
-        length = w.session_len or self.max_position
+        length = w.session_len or self.usual
         if w.session_len and w.session_len > self.max_position:
             self.notices.append(
                 f"session_len {w.session_len} is beyond the {self.max_position} positions that the model states"

@@ -6,6 +6,7 @@ from dataclasses import fields
 from functools import partial
 
 from toolkit.artifacts.recipe import open_recipe
+from toolkit.artifacts.text_head import longest_text
 from toolkit.configs.engine import EngineConfig, PytorchEngineConfig
 from toolkit.engine.load.draft import OpenDraft
 from toolkit.engine.load.head import OpenHead
@@ -33,11 +34,13 @@ def share_out(setup: Setup, runner: Runner, draft: OpenDraft | OpenHead | OpenMt
             raise UsageError(
                 f"session_len: found {asked}, expected at most {longest}: this model reads {longest - 1} tokens"
             )
+    texts = longest_text(setup.path)
     planned = partial(
         plan,
         block_size=config.block_size,
         vocab_size=spec.vocab_size,
         max_position=longest,
+        usual=longest if texts is None else min(longest, texts + 1),
         device=runner.device,
         guessed=spec.block,
         wishes=Wishes(

@@ -143,6 +143,10 @@ class AsyncEngine:
     def plan(self) -> MemoryPlan:
         return self._loop.facts.plan
 
+    def settle(self) -> None:
+        """Wait until steps take their usual time, before they are measured."""
+        self._call("settle")
+
     def trace_ranks(self, on: bool) -> list[list[list[Any]]]:
         """As ``EngineCore.trace_ranks``."""
         found: list[list[list[Any]]] = self._call("trace_ranks", on)

@@ -163,6 +163,11 @@ class NativeRunner:
         for number in self._adapter_paths:  # each is read once: what is wrong with it is said now
             self._shelf.need([number])
 
+    def settle(self) -> None:
+        """Wait until the weights lie in huge pages, where they are to."""
+        if self._mover is not None:
+            self._mover.wait()
+
     def _room(self) -> int:
         """Bytes of memory that nothing here will want."""
         return free_host_bytes() - self._cache_bytes

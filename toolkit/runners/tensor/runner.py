@@ -223,6 +223,9 @@ class TensorRunner:
                     placed.load.zero_()
         return found
 
+    def settle(self) -> None:
+        """Nothing is done beside steps."""
+
     def release_weights(self) -> None:
         """Forget the model; ``load_weights`` brings it back."""
         self._steps = self._decoder = self._encoder = None
