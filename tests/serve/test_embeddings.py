@@ -119,6 +119,17 @@ def test_a_text_is_read_as_far_as_its_folder_says(
             assert most == 20 or ("12" in got["error"]["message"] and "--session-len" in got["error"]["message"])
 
 
+@pytest.mark.parametrize(
+    ("told", "of_tokenizer", "most"),
+    [({"max_seq_length": 256}, 512, 256), ({}, 512, 512), ({}, int(1e30), None), ({}, None, None), (None, 512, None)],
+)
+def test_where_the_length_of_texts_stands(tmp_path: Path, told: Any, of_tokenizer: Any, most: Any) -> None:
+    if told is not None:
+        (tmp_path / "sentence_bert_config.json").write_text(json.dumps(told))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": of_tokenizer}))
+    assert longest_text(tmp_path) == most
+
+
 @pytest.mark.parametrize("wrong", ["12", 0, True, 1.5])
 def test_a_length_of_texts_that_is_none(tiny_models: Any, support: Any, tmp_path: Path, wrong: Any) -> None:
     folder = support("tiny").copy_of(tiny_models("qwen2"), tmp_path / "saved")

@@ -116,8 +116,12 @@ def default_prompt(directory: Path) -> str:
 def longest_text(directory: Path) -> int | None:
     """Tokens of a text, those around it among them, that sentence-transformers reads no further than; None where the
     folder says nothing of it."""
-    file = directory / TEXTS
-    most = read_json_object(file).get("max_seq_length") if file.is_file() else None
+    if not (file := directory / TEXTS).is_file():
+        return None
+    most, beside = read_json_object(file).get("max_seq_length"), directory / "tokenizer_config.json"
+    if most is None and beside.is_file():  # newer ones keep it there; 1e30 where nobody said
+        length = read_json_object(beside).get("model_max_length")
+        most = length if type(length) is int and 0 < length < 1 << 31 else None
     if most is not None and (type(most) is not int or most < 1):
         raise ToolkitError(f"{file}: max_seq_length: expected a whole number of 1 or more, found {most!r:.40}")
     return most
