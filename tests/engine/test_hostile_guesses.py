@@ -29,8 +29,8 @@ class Fixed(StepCost):
     def note(self, rows: int, seconds: float) -> None:
         """No clock."""
 
-    def of(self, rows: Any) -> Any:
-        return 0.9 + 0.1 * rows
+    def upto(self, rows: int) -> list[float]:
+        return [0.9 + 0.1 * n for n in range(rows + 1)]
 
 
 def request(name: str, user: str, prediction: Any = ()) -> EngineRequest:

@@ -322,12 +322,13 @@ class EngineCore:
         plan = self.scheduler.schedule()
         self.flight.enter(plan, outputs)
         outputs += progress_of((seq, seq.computed) for seq in plan.started)
+        waited = not ahead or not plan or bool(plan.guesses)
         if plan:
-            self.flight.submit(plan, outputs)
+            self.flight.submit(plan, outputs, waited)
             self._steps += 1
         elif self.keeper is not None and self.keeper.reading and not self.flight:
             self.keeper.wait(READ_SECONDS)
-        while len(self.flight) > (1 if ahead and plan and not plan.guesses else 0):
+        while len(self.flight) > (0 if waited else 1):
             self.flight.collect(outputs)
         self._step_seconds += time.perf_counter() - started
         if self.options.check and not self.sequences:

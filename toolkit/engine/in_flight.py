@@ -81,10 +81,10 @@ class InFlight:
                 self._blame(seq, e, outputs)
         plan.chunks = [chunk for chunk in plan.chunks if not chunk[0].finished]
 
-    def submit(self, plan: Plan, outputs: list[EngineOutput]) -> None:
-        """Start a step and count its tokens as computed."""
+    def submit(self, plan: Plan, outputs: list[EngineOutput], waited: bool = False) -> None:
+        """Start a step and count its tokens as computed. ``waited``: ``collect`` is next."""
         try:
-            step, handle = self._start(plan)
+            step, handle = self._start(plan, waited)
         except Exception as e:
             entries = entries_of(plan, [s.computed for s in plan.sequences()])  # before others' results are taken
             self.drain(outputs)
@@ -121,8 +121,9 @@ class InFlight:
         if self._speculator is not None:
             self._speculator.step_ended(step.plan, len(step.batch.token_ids), now)
 
-    def _start(self, plan: Plan) -> tuple[Step, StepHandle]:
+    def _start(self, plan: Plan, waited: bool) -> tuple[Step, StepHandle]:
         step = self.builder.build(plan)
+        step.batch.waited = waited
         plan.submitted = time.perf_counter()
         try:
             self.sight.show(step)
@@ -199,7 +200,7 @@ class InFlight:
             self._renew_cache()
 
     def _run(self, plan: Plan) -> tuple[Step, StepOutput]:
-        step, handle = self._start(plan)
+        step, handle = self._start(plan, True)
         try:
             return step, handle.result()
         except Exception:

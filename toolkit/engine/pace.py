@@ -7,7 +7,8 @@ slowly, so that the budget follows other processes, other adapters and longer co
 
 from __future__ import annotations
 
-import numpy as np
+import math
+from statistics import median
 
 from toolkit.engine.plan import Plan
 
@@ -34,7 +35,8 @@ FREE = 1.4  # times what a step takes that it may take with twice as many prompt
 DEAR = 1.7  # and which tells at once that they are not
 LOOKS = 8  # steps that one size is judged by
 REST, MOST_REST = 256, 4096  # and until the least of all is doubled again where that was dear
-DECODE, PROMPTS = slice(0, 2), slice(2, 4)  # of the costs and the work
+DECODE, PROMPTS = (0, 1), (2, 3)  # of the costs and the work
+FOUR = range(4)  # of each: lists, for of numpy's code nothing is left in the caches between two steps
 
 
 class Pace:
@@ -49,8 +51,8 @@ class Pace:
         self.target = (MOST_MS if target_ms is None else target_ms) / 1000
         self.stretch = STRETCH if target_ms is None else 0.0
         # Seconds of a step in which requests decode, of each of them, of a prompt token, and of every token before one.
-        self._costs = np.zeros(4)
-        self._doubt = np.zeros((4, 4))  # their covariance
+        self._costs = [0.0] * 4
+        self._doubt = [[0.0] * 4 for _ in FOUR]  # their covariance
         self._tried = FIRST_GUESS // 2  # most prompt tokens of a step so far
         self._ended = 0.0
         self._surprised = False  # the last step took much longer than expected
@@ -78,7 +80,7 @@ class Pace:
             least = ALONE_LEAST
             seconds = max(self.target * times - decode, self.target * LEAST_SHARE)
         token += context * before  # now: token * n + context / 2 * n² = seconds
-        count = max(least, int(2 * seconds / (token + np.sqrt(token * token + 2 * context * seconds))))
+        count = max(least, int(2 * seconds / (token + math.sqrt(token * token + 2 * context * seconds))))
         over = (decodes + count) % ROWS
         if patient < decodes and decodes + count < 2 * ROWS and over < ROWS // 2:  # of more rows a few tell little
             count -= over
@@ -86,14 +88,17 @@ class Pace:
 
     def rows(self, decodes: int) -> int:
         """Of ``decodes`` requests how many may decode in a step that somebody's first token waits for: 1 or more."""
-        each, one = self._costs[DECODE]
+        each, one = (self._costs[i] for i in DECODE)
         if not (self.target and one):
             return decodes
         return max(1, min(decodes, int((self.target * LEAST_SHARE - each) / one)))
 
     def is_long(self, plan: Plan) -> bool:
         """Whether a step will take so long that requests which come meanwhile should be in the next one."""
-        return float(_work(plan) @ self._costs) > LONG_STEP
+        return self._expected(_work(plan)) > LONG_STEP
+
+    def _expected(self, work: list[float]) -> float:
+        return sum(some * each for some, each in zip(work, self._costs, strict=True))
 
     def ended(self, plan: Plan, now: float) -> None:
         """A step is over; it had the runner since itself was submitted and the step before it had ended."""
@@ -107,37 +112,43 @@ class Pace:
             self._free.saw(int(work[2]), seconds)
         self._learn(work, seconds)
 
-    def _learn(self, work: np.ndarray, seconds: float) -> None:
+    def _learn(self, work: list[float], seconds: float) -> None:
         """One step of a Kalman filter, in shares of the time that was measured."""
         if seconds <= 0:
             return
-        if work[0] and work[2] * self._costs[2] > seconds:  # an engine's first step may have been slow
-            self._costs[2] = seconds / work[2]
-        new = [part for part in (DECODE, PROMPTS) if work[part].any() and not self._costs[part].any()]
+        costs, doubt = self._costs, self._doubt
+        if work[0] and work[2] * costs[2] > seconds:  # an engine's first step may have been slow
+            costs[2] = seconds / work[2]
+        new = [part for part in (DECODE, PROMPTS) if any(work[i] for i in part) and not any(costs[i] for i in part)]
         for part in new:
             self._suppose(part, work, seconds / len(new))
-        expected = float(work @ self._costs)
+        expected = self._expected(work)
         before, self._surprised = self._surprised, not new and seconds > SURPRISE * expected
         if self._surprised and not before:
             return
         seconds = min(seconds, 4 * expected)  # another process had the cores: not for long, or it shows again
         if not new:
-            drift = np.full(4, max(DRIFT, abs(seconds / expected - 1) / 2))
-            drift[DECODE] = DECODE_DRIFT
-            self._doubt += np.diag((drift * self._costs * (work > 0)) ** 2)
-        gain = self._doubt @ work / (work @ self._doubt @ work + (NOISE * expected) ** 2)
-        least = self._costs * 0.2
-        self._costs = np.maximum(self._costs + gain * (seconds - expected), least)
-        self._doubt -= np.outer(gain, work @ self._doubt)
+            drift = max(DRIFT, abs(seconds / expected - 1) / 2)
+            for i in FOUR:
+                if work[i]:
+                    doubt[i][i] += ((DECODE_DRIFT if i in DECODE else drift) * costs[i]) ** 2
+        seen = [sum(a * b for a, b in zip(row, work, strict=True)) for row in doubt]  # the covariance is symmetric
+        noise = sum(a * b for a, b in zip(work, seen, strict=True)) + (NOISE * expected) ** 2
+        gain = [some / noise for some in seen]
+        self._costs = [max(costs[i] + gain[i] * (seconds - expected), 0.2 * costs[i]) for i in FOUR]
+        self._doubt = [[doubt[i][j] - gain[i] * seen[j] for j in FOUR] for i in FOUR]
 
-    def _suppose(self, part: slice, work: np.ndarray, seconds: float) -> None:
+    def _suppose(self, part: tuple[int, int], work: list[float], seconds: float) -> None:
         """Costs that have not been measured before: as if they took ``seconds`` of a step. What is known of its other
         costs may be wrong as well, so ``_learn`` then mends both."""
         # As if eight requests that decode cost as much as what all of them share,
         # and a token's attention to 4,000 others as much as all else of it.
-        shape = np.array([8, 1] if part is DECODE else [1, 1 / 4000])
-        self._costs[part] = shape * seconds / float(work[part] @ shape)
-        self._doubt[part, part] = np.diag(self._costs[part] ** 2)
+        shape = (8.0, 1.0) if part is DECODE else (1.0, 1 / 4000)
+        whole = sum(work[i] * some for i, some in zip(part, shape, strict=True))
+        for i, some in zip(part, shape, strict=True):
+            self._costs[i] = some * seconds / whole
+            for j in part:
+                self._doubt[i][j] = self._costs[i] ** 2 if i == j else 0.0
 
 
 class Free:
@@ -171,10 +182,10 @@ class Free:
             if len(times) == LOOKS:
                 self.tokens *= 2
             return
-        before = float(np.median(self._times[self._half]))
+        before = median(self._times[self._half])
         costly = len(times) == 2 and min(times) > DEAR * before
         if costly or len(times) == LOOKS:
-            self._decide(not costly and float(np.median(times)) <= FREE * before)
+            self._decide(not costly and median(times) <= FREE * before)
 
     def _decide(self, free: bool) -> None:
         if free:
@@ -186,8 +197,8 @@ class Free:
         self.tokens, self._times = self._half, {}
 
 
-def _work(plan: Plan) -> np.ndarray:
+def _work(plan: Plan) -> list[float]:
     """What a step has of each thing that costs."""
     tokens = sum(count for _, _, count in plan.prompts)
     context = sum(count * (start + count / 2) for _, start, count in plan.prompts)
-    return np.array([plan.decoding > 0, plan.decoding, tokens, context], float)
+    return [float(plan.decoding > 0), float(plan.decoding), float(tokens), float(context)]

@@ -159,6 +159,7 @@ class StepBatch:
     types: I32 | None = None  # [T] of pairs of texts read together: 1 for tokens of the second; None = all are 0
     rope_length: I32 | None = None  # [T] length that dynamic rope reaches for each token, where that is its own
     copy_blocks: tuple[NDArray[np.int32], ...] = ()  # per group [C, 2] (source, destination), done before the step
+    waited: bool = False  # its result is asked for before anything else: it need not run beside the caller
 
 
 @dataclass

@@ -224,6 +224,7 @@ class DraftModel(Draft):
         while plan:
             started = time.perf_counter()
             step = self._builder.build(plan)
+            step.batch.waited = True
             out = self.runner.submit(step.batch).result()
             for own, _, count in plan.chunks:
                 own.computed += count

@@ -371,7 +371,9 @@ class NativeRunner:
             output, results, bad = outputs_for(batch, self.spec)
         except Exception as error:
             return self._stepper.start(partial(_fail, error))
-        return self._stepper.start(partial(self._run, arrays, output, results, bad))
+        # Ranks that wait for this one began when they were told.
+        waited = batch.waited and self.share.ranks == 1
+        return self._stepper.start(partial(self._run, arrays, output, results, bad), waited)
 
     def _run(
         self, arrays: Arrays, output: StepOutput, results: StepResults, bad: ctypes.Array[ctypes.c_int32]
