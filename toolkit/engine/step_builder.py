@@ -221,9 +221,10 @@ class StepBuilder:
     def _slots(self, owner: NDArray[np.intp], places: NDArray[np.int32]) -> tuple[NDArray[np.int64], ...]:
         """``owner``: each token's row."""
         size = self.blocks.block_size
-        entry, offset = np.divmod(places, size)
+        # All of one type: where numpy converts within an operation it lets other threads run, before this step does.
+        entry, offset = np.divmod(places.astype(np.int64), size)
         return tuple(
-            np.zeros(0, np.int64) if state else np.multiply(table[owner, entry], size, dtype=np.int64) + offset
+            np.zeros(0, np.int64) if state else table[owner, entry].astype(np.int64) * size + offset
             for table, state in zip(self.blocks.tables, self.blocks.states, strict=True)
         )
 
