@@ -324,7 +324,7 @@ class EngineCore:
         outputs += progress_of((seq, seq.computed) for seq in plan.started)
         waited = not ahead or not plan or bool(plan.guesses)
         if plan:
-            self.flight.submit(plan, outputs, waited)
+            self.flight.submit(plan, outputs, waited and not self.flight)
             self._steps += 1
         elif self.keeper is not None and self.keeper.reading and not self.flight:
             self.keeper.wait(READ_SECONDS)

@@ -82,7 +82,7 @@ class InFlight:
         plan.chunks = [chunk for chunk in plan.chunks if not chunk[0].finished]
 
     def submit(self, plan: Plan, outputs: list[EngineOutput], waited: bool = False) -> None:
-        """Start a step and count its tokens as computed. ``waited``: ``collect`` is next."""
+        """Start a step and count its tokens as computed. ``waited``: it is collected next."""
         try:
             step, handle = self._start(plan, waited)
         except Exception as e:
