@@ -118,13 +118,14 @@ def longest_text(directory: Path) -> int | None:
     folder says nothing of it."""
     if not (file := directory / TEXTS).is_file():
         return None
-    most, beside = read_json_object(file).get("max_seq_length"), directory / "tokenizer_config.json"
-    if most is None and beside.is_file():  # newer ones keep it there; 1e30 where nobody said
-        length = read_json_object(beside).get("model_max_length")
-        most = length if type(length) is int and 0 < length < 1 << 31 else None
-    if most is not None and (type(most) is not int or most < 1):
-        raise ToolkitError(f"{file}: max_seq_length: expected a whole number of 1 or more, found {most!r:.40}")
-    return most
+    most = read_json_object(file).get("max_seq_length")
+    if most is not None:
+        if type(most) is not int or most < 1:
+            raise ToolkitError(f"{file}: max_seq_length: expected a whole number of 1 or more, found {most!r:.40}")
+        return most
+    beside = directory / "tokenizer_config.json"  # where newer ones keep it; 1e30 where nobody said
+    length = read_json_object(beside).get("model_max_length") if beside.is_file() else None
+    return length if type(length) is int and 0 < length < 1 << 31 else None
 
 
 def head_numbers(directory: Path, head: TextHead) -> Arrays:

@@ -95,10 +95,7 @@ class Pace:
 
     def is_long(self, plan: Plan) -> bool:
         """Whether a step will take so long that requests which come meanwhile should be in the next one."""
-        return self._expected(_work(plan)) > LONG_STEP
-
-    def _expected(self, work: list[float]) -> float:
-        return sum(some * each for some, each in zip(work, self._costs, strict=True))
+        return _dot(_work(plan), self._costs) > LONG_STEP
 
     def ended(self, plan: Plan, now: float) -> None:
         """A step is over; it had the runner since itself was submitted and the step before it had ended."""
@@ -122,7 +119,7 @@ class Pace:
         new = [part for part in (DECODE, PROMPTS) if any(work[i] for i in part) and not any(costs[i] for i in part)]
         for part in new:
             self._suppose(part, work, seconds / len(new))
-        expected = self._expected(work)
+        expected = _dot(work, costs)
         before, self._surprised = self._surprised, not new and seconds > SURPRISE * expected
         if self._surprised and not before:
             return
@@ -132,8 +129,8 @@ class Pace:
             for i in FOUR:
                 if work[i]:
                     doubt[i][i] += ((DECODE_DRIFT if i in DECODE else drift) * costs[i]) ** 2
-        seen = [sum(a * b for a, b in zip(row, work, strict=True)) for row in doubt]  # the covariance is symmetric
-        noise = sum(a * b for a, b in zip(work, seen, strict=True)) + (NOISE * expected) ** 2
+        seen = [_dot(row, work) for row in doubt]  # the covariance is symmetric
+        noise = _dot(work, seen) + (NOISE * expected) ** 2
         gain = [some / noise for some in seen]
         self._costs = [max(costs[i] + gain[i] * (seconds - expected), 0.2 * costs[i]) for i in FOUR]
         self._doubt = [[doubt[i][j] - gain[i] * seen[j] for j in FOUR] for i in FOUR]
@@ -195,6 +192,10 @@ class Free:
         else:
             self._wait, self._rest = self._rest, min(2 * self._rest, MOST_REST)
         self.tokens, self._times = self._half, {}
+
+
+def _dot(one: list[float], other: list[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
 
 
 def _work(plan: Plan) -> list[float]:
