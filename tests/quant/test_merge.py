@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -84,4 +85,16 @@ def test_what_cannot_be_merged(tiny_models: Any, support: Any, tmp_path: Path) -
     for missing in (str(tmp_path / "none"), "demo"):  # there is a demo model, no adapter of that name
         with pytest.raises(UsageError, match=r"^ADAPTER: .*: no such directory, and not a hub id \(owner/name\)$"):
             merge(str(tiny_models("llama")), missing, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_beyond_the_type_are_refused(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_models("llama"), tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    save_file({name: w.half() for name, w in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    made = support("adapters").write_adapter(tmp_path / "a", model, "q_proj", lora_alpha=10**8)
+    with pytest.raises(
+        ToolkitError, match=r"q_proj\.weight: .*: expected numbers up to 65504, as float16 has them; found"
+    ):
+        merge(str(model), str(made), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -21,7 +21,7 @@ from toolkit.models.registry import load_spec
 from toolkit.models.spec import DecoderSpec, Part, StoredTensor
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 
 def merge(model: str, adapter: str, target: Path, overwrite: bool = False) -> int:
@@ -87,7 +87,8 @@ def _merged(
         found, module = checkpoint.tensor(name), name.removesuffix(".weight")
         if module in changes and name != module:
             item, change = changes[module]
-            found = _changed(item, change, _of_module(item, scales), found).to(found.dtype).contiguous()
+            changed = _changed(item, change, _of_module(item, scales), found)
+            found = _rounded(name, changed, found.dtype).contiguous()
         yield name, found
 
 
@@ -103,8 +104,19 @@ def _changed_inside(
     for part, change in parts:
         rows, alone = item.rows_of(part), replace(item, parts=(Part(part.name),), transposed=False)
         changed = _changed(alone, change, scales.get(part.name, UNSCALED), matrix[rows])
-        matrix[rows] = changed.to(matrix.dtype)
+        matrix[rows] = _rounded(part.name, changed, matrix.dtype)
     return next(tensor for _, tensor in as_stored(item, matrix))
+
+
+def _rounded(name: str, matrix: Tensor, kind: dtype) -> Tensor:
+    import torch
+
+    found = matrix.to(kind)
+    if not torch.isfinite(found).all():
+        most, told = float(matrix.abs().nan_to_num(torch.inf).max()), str(kind).removeprefix("torch.")
+        what = f"expected numbers up to {torch.finfo(kind).max:.6g}, as {told} has them; found {most:.6g}"
+        raise ToolkitError(f"{name}: with the adapter in it: {what}; serve the adapter unmerged")
+    return found
 
 
 def _of_module(item: StoredTensor, scales: AllScales) -> Scales:
