@@ -68,19 +68,18 @@ void attn_tile(const AttnParams& p, const KvTile& tile, const void* q, int64_t r
     }
     const int64_t cells = (last + 15) / 16;
     float* s = scratch;
-#if defined(__AMX_TILE__)
-    if (p.loose && p.type == KV_BF16) {
-        uint16_t* probs = (uint16_t*)(scratch + (rows + 15) / 16 * 16 * KV_TILE);
-        scores_loose(p, tile, (const uint16_t*)q, rows, cells, s);
-        softmax_rows(p, rows, lo, hi, s, probs, out);
-        return values_loose(p, tile, probs, rows, last, out.acc);
-    }
-#endif
 #if defined(TK_READS_CODES)
     if (p.type == KV_BYTES) return attend_codes(p, tile, (const uint8_t*)q, rows, lo, hi, last, cells, out, s);
 #endif
     uint16_t* h = (uint16_t*)(scratch + rows * KV_TILE);
     const bool ahead = tile.next && rows <= FEW_ROWS;
+#if defined(__AMX_TILE__)
+    if (p.type == KV_BF16) {
+        scores_tiles(p, tile, (const uint16_t*)q, rows, last, s);
+        softmax_rows(p, rows, lo, hi, s, h, out);
+        return values_tiles(p, tile, h, rows, last, (uint8_t*)(h + rows * KV_TILE), out.acc);
+    }
+#endif
     int64_t r = ahead ? score_some<true>(p, tile, q, 0, rows, cells, s) : 0;
     while (r < rows) r = score_some<false>(p, tile, q, r, rows, cells, s);
     const bool codes = !DOT && p.type == KV_INT8;

@@ -1,4 +1,4 @@
-// Products of bfloat16 by tile registers, for callers who let sums be in any order: linears, and those of attention.
+// Products of bfloat16 by tile registers: linears for callers who let sums be in any order, and those of attention.
 #pragma once
 
 #include "ops_isa.h"
@@ -13,9 +13,10 @@ void linear_loose(const Matrix& w, const Rows& in, int64_t count, int64_t t0, in
 void gated_loose(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to,
                  void* scratch);
 
-// Scores [rows][KV_TILE] of a tile's cells, and what its values weigh (AttnParams::loose). Up to 15 rows more are read and written.
-void scores_loose(const AttnParams& p, const KvTile& tile, const uint16_t* q, int64_t rows, int64_t cells, float* s);
-void values_loose(const AttnParams& p, const KvTile& tile, const uint16_t* probs, int64_t rows, int64_t tokens, float* acc);
+// Scores [rows][KV_TILE] of a tile's first tokens, and behind that what their values weigh. The registers are in use from the one to the
+// end of the other. together: [KV_TILE][dpad], for cells that do not lie one behind the other.
+void scores_tiles(const AttnParams& p, const KvTile& tile, const uint16_t* q, int64_t rows, int64_t tokens, float* s);
+void values_tiles(const AttnParams& p, const KvTile& tile, const uint16_t* probs, int64_t rows, int64_t tokens, uint8_t* together, float* acc);
 
 namespace {
 

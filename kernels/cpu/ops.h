@@ -144,6 +144,9 @@ inline int32_t loaded_type(bool bf16) { return bf16 ? KV_BF16 : KV_F32; }
 // Bytes of a query, by the form of the cells that it meets: floats or bfloat16, or of KV_BYTES what query_codes makes.
 inline int64_t query_bytes(int32_t read, bool bf16, int64_t dpad) { return read == KV_BYTES ? 2 * dpad + 8 : dpad * (bf16 ? 2 : 4); }
 
+// Of scores, of probabilities in bfloat16, and of a tile of values in it.
+constexpr int64_t attn_scratch(int64_t rows, int64_t dpad) { return rows * KV_TILE * 2 + KV_TILE * dpad / 2; }
+
 struct AttnParams {
     int64_t dpad;  // of queries and cells
     int64_t vpad;  // of results: the first so many columns of values
@@ -156,9 +159,6 @@ struct AttnParams {
     const int32_t* from = nullptr;
     float rounded = 0.0f;
     int32_t both = 0;
-    // Sums may be in the order that is fastest for many rows. Cells of a tile lie one behind the other, lanes behind the last
-    // token are finite, and buffers of queries, scores and results have room for 15 rows more.
-    int32_t loose = 0;
 };
 
 // Causal convolution of channels over one sequence's tokens: out[t] = sum of w[k] * x[t - kernel + 1 + k] + bias, then silu
@@ -301,7 +301,7 @@ struct Ops {
     // keys of a float32 or bfloat16 cell whose values they are
     void (*key_cell)(int64_t dpad, int32_t bf16, const void* values, void* keys);
     // one tile: rows of q, of query_bytes each, over tokens [lo[r], hi[r]) of the tile; writes a fresh state.
-    // scratch: rows * KV_TILE floats and as many bfloat16.
+    // scratch: attn_scratch floats.
     void (*attn_tile)(const AttnParams& p, const KvTile& tile, const void* q, int64_t rows, const int32_t* lo,
                       const int32_t* hi, const AttnState& out, float* scratch);
     // into = into merged with part, row by row

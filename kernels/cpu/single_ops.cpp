@@ -213,7 +213,7 @@ TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, in
         else if (half) ops->to_bf16(q.data() + r * d, reinterpret_cast<uint16_t*>(to), d);
         else std::memcpy(to, q.data() + r * d, size_t(query));
     }
-    std::vector<float> states(size_t(2 * rows * (d + 2))), scores(size_t(rows * tk::KV_TILE * 2));
+    std::vector<float> states(size_t(2 * rows * (d + 2))), scores(size_t(tk::attn_scratch(rows, d)));
     tk::AttnState into{states.data(), states.data() + rows, states.data() + 2 * rows};
     float* second = states.data() + rows * (d + 2);
     tk::AttnState next{second, second + rows, second + 2 * rows};

@@ -247,7 +247,7 @@ DraftHead::Scratch::Scratch(const DraftProgram& p, const Ops& ops) {
     row = take<float>(std::max(pad16(p.hidden), 2 * p.dpad));
     cos = take<float>(p.head_dim / 2);
     sin = take<float>(p.head_dim / 2);
-    scores = take<float>(QUERY_ROWS * KV_TILE * 2);
+    scores = take<float>(attn_scratch(QUERY_ROWS, p.dpad));
     for (AttnState* s : {&running, &part}) *s = {take<float>(QUERY_ROWS), take<float>(QUERY_ROWS), take<float>(QUERY_ROWS * p.dpad)};
     lo = take<int32_t>(QUERY_ROWS);
     hi = take<int32_t>(QUERY_ROWS);

@@ -188,7 +188,7 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
         a.hi = take<int32_t>(rows);
         a.from = take<int32_t>(rows);
         a.slope = take<float>(rows);
-        a.scores = take<float>(rows * KV_TILE * 2);
+        a.scores = take<float>(attn_scratch(rows, w.dpad));
         a.keys = take<uint8_t>(KV_TILE * w.dpad * 4);
         a.values = take<uint8_t>(KV_TILE * w.dpad * 4);
         a.row = take<float>(w.dpad);

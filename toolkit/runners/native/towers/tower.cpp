@@ -44,7 +44,7 @@ Tower::Scratch::Scratch(const TowerProgram& p, const Ops& ops) {
     tmp = take<float>(TOWER_PART * tmp_ld);
     if (far_ld) far = take<float>(TOWER_PART * far_ld);
     head = take<float>(2 * LANES * dpad);
-    scores = take<float>(QUERY_ROWS * KV_TILE * 2);
+    scores = take<float>(attn_scratch(QUERY_ROWS, dpad));
     for (AttnState* s : {&running, &part}) *s = {take<float>(QUERY_ROWS), take<float>(QUERY_ROWS), take<float>(QUERY_ROWS * dpad)};
     lo = take<int32_t>(QUERY_ROWS);
     hi = take<int32_t>(QUERY_ROWS);

@@ -220,7 +220,6 @@ void TowerRun::attend_block(const TowerLayer& l, const Tower::Segment& s, int64_
     const int64_t n = block.last - block.first, length = (block.first < s.real ? s.last : s.real) - s.first;
     const int64_t first = head * tower.divisions[l.division].cells + s.cell, cells = (s.last - s.first + LANES - 1) / LANES;
     AttnParams params{l.dpad, l.vpad, 1.0f / std::sqrt(float(l.head_dim)), 0.0f, loaded_type(tower.program.bf16)};
-    params.loose = 1;
     for (int64_t tile = 0; tile * KV_TILE < length; tile++) {
         KvTile kv;
         for (int64_t c = 0; c < KV_CELLS; c++) {
