@@ -175,6 +175,17 @@ def test_bits_do_not_depend_on_chunks_batch_or_threads(family, form, options, dr
         np.testing.assert_array_equal(np.concatenate(found), expected)
 
 
+@pytest.mark.parametrize("options", CACHES)
+def test_bits_do_not_depend_on_the_size_of_blocks(options, drive) -> None:
+    ids, found = prompt(150, 6), []
+    for size, chunk in ((16, 150), (32, 11), (64, 40), (128, 1)):
+        driver = drive("llama", blocks=24, **{"block_size": size, **options})
+        number = driver.add()
+        found.append([driver.step({number: ids[i : i + chunk]}, "all").logits for i in range(0, len(ids), chunk)])
+    for other in found[1:]:
+        np.testing.assert_array_equal(np.concatenate(other), found[0][0])
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
     "family, form, options",
