@@ -15,7 +15,7 @@ constexpr int64_t BESIDE = 3;         // blocks of rows that are multiplied toge
 // Blocks of equal size; the last one begins earlier where there are not rows enough, and takes some once more.
 struct Blocks {
     int64_t size, number, count;
-    explicit Blocks(int64_t rows) : size((rows + (rows + 15) / 16 - 1) / ((rows + 15) / 16)), number((rows + size - 1) / size), count(rows) {}
+    explicit Blocks(int64_t rows) : size(block_at(0, rows, 16)), number((rows + size - 1) / size), count(rows) {}
     int64_t first(int64_t i) const { return i + 1 < number ? i * size : count - size; }
 };
 
@@ -110,8 +110,12 @@ void product(const Blocks& blocks, const uint16_t* a, int64_t lda, const Right& 
             typedef decltype(from) From;
             float* to = out + c * 16;
             n = left > 1 ? 1 : columns - c < 4 ? columns - c : 4;
-            if (left > 1) (left > 2 ? deep<3, From> : deep<2, From>)(a, first, lda, from, whole, rest, to, ldo);
-            else (n > 3 ? wide<4, From> : n > 2 ? wide<3, From> : n > 1 ? wide<2, From> : wide<1, From>)(a + first[0] * lda, lda, from, whole, rest, to + first[0] * ldo, ldo);
+            if (left > 1) {
+                (left > 2 ? deep<3, From> : deep<2, From>)(a, first, lda, from, whole, rest, to, ldo);
+                continue;
+            }
+            const auto block = n > 3 ? wide<4, From> : n > 2 ? wide<3, From> : n > 1 ? wide<2, From> : wide<1, From>;
+            block(a + first[0] * lda, lda, from, whole, rest, to + first[0] * ldo, ldo);
         }
     }
 }
