@@ -224,8 +224,8 @@ def test_generated_cases_are_the_same_to_the_bit(models: Models, support: Any) -
 def test_ten_thousand_are(models: Models, support: Any, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps run in the caller's thread here: waiting for another one takes most of the time."""
 
-    def at_once(self: Stepper, work: Any) -> Running:
-        step = Running(work)
+    def at_once(self: Stepper, work: Any, waited: bool = False) -> Running:
+        step = Running(work, False)
         step.run()
         return step
 
