@@ -72,7 +72,6 @@ void attn_tile(const AttnParams& p, const KvTile& tile, const void* q, int64_t r
     if (p.type == KV_BYTES) return attend_codes(p, tile, (const uint8_t*)q, rows, lo, hi, last, cells, out, s);
 #endif
     uint16_t* h = (uint16_t*)(scratch + rows * KV_TILE);
-    const bool ahead = tile.next && rows <= FEW_ROWS;
 #if defined(__AMX_TILE__)
     if (p.type == KV_BF16) {
         scores_tiles(p, tile, (const uint16_t*)q, rows, last, s);
@@ -80,6 +79,7 @@ void attn_tile(const AttnParams& p, const KvTile& tile, const void* q, int64_t r
         return values_tiles(p, tile, h, rows, last, (uint8_t*)(h + rows * KV_TILE), out.acc);
     }
 #endif
+    const bool ahead = tile.next && rows <= FEW_ROWS;
     int64_t r = ahead ? score_some<true>(p, tile, q, 0, rows, cells, s) : 0;
     while (r < rows) r = score_some<false>(p, tile, q, r, rows, cells, s);
     const bool codes = !DOT && p.type == KV_INT8;

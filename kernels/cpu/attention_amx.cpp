@@ -12,13 +12,6 @@ namespace {
 constexpr int64_t STEP = 32;          // elements, or tokens
 constexpr int64_t BESIDE = 3;         // blocks of rows that are multiplied together
 
-// Blocks of equal size; the last one begins earlier where there are not rows enough, and takes some once more.
-struct Blocks {
-    int64_t size, number, count;
-    explicit Blocks(int64_t rows) : size(block_at(0, rows, 16)), number((rows + size - 1) / size), count(rows) {}
-    int64_t first(int64_t i) const { return i + 1 < number ? i * size : count - size; }
-};
-
 // g++ 12 takes no template's numbers of registers in its intrinsics.
 template <int R>
 TK_INLINE void load(const void* from, int64_t apart) {
@@ -123,16 +116,16 @@ void product(const Blocks& blocks, const uint16_t* a, int64_t lda, const Right& 
 }  // namespace
 
 void scores_tiles(const AttnParams& p, const KvTile& tile, const uint16_t* q, int64_t rows, int64_t tokens, float* s) {
-    const Blocks blocks(rows);
-    configure(blocks.size, p.dpad % STEP ? p.dpad % STEP : tokens % STEP);
+    const Blocks blocks(rows, 16);
+    configure(blocks.rows, p.dpad % STEP ? p.dpad % STEP : tokens % STEP);
     const auto right = [&](int64_t k, int64_t c) __attribute__((always_inline)) { return Lines{(const uint8_t*)tile.k[c] + k * 1024, 64}; };
     product(blocks, q, p.dpad, right, (tokens + 15) / 16, p.dpad / STEP, p.dpad % STEP, s, KV_TILE);
 }
 
 void values_tiles(const AttnParams& p, const KvTile& tile, const uint16_t* probs, int64_t rows, int64_t tokens, uint8_t* together, float* acc) {
-    const Blocks blocks(rows);
+    const Blocks blocks(rows, 16);
     const int64_t line = p.dpad * 4;
-    if (p.dpad % STEP) configure(blocks.size, tokens % STEP);
+    if (p.dpad % STEP) configure(blocks.rows, tokens % STEP);
     const uint8_t* steps[KV_TILE / STEP];
     for (int64_t i = 0; i * STEP < tokens; i++) {
         const uint8_t *first = (const uint8_t*)tile.v[2 * i], *second = (const uint8_t*)tile.v[2 * i + 1];

@@ -194,14 +194,6 @@ void settle(const Work& k, const float* sa, const int32_t* sums, int64_t lds, in
     }
 }
 
-// Blocks of equal size; the last one begins earlier where there are not tokens enough, and takes some once more.
-struct Blocks {
-    int64_t count, rows, number;
-    explicit Blocks(int64_t n) : count(n), rows(block_at(0, n, TILE_ROWS)), number((n + rows - 1) / rows) {}
-    int64_t first(int64_t i) const { return i + 1 < number ? i * rows : count - rows; }
-    int64_t place(int64_t t) const { return t < (number - 1) * rows ? t : (number - 1) * rows + t - first(number - 1); }
-};
-
 template <int G, bool MIN>
 void pass(Tiles& r, const Matrix& w, const Work& k, const Rows& in, const Blocks& blocks, int64_t group, int64_t step, Ahead& ahead) {
     const int8_t *q = in.q + group * w.group, *a = q;
@@ -249,7 +241,7 @@ void each_panel(const Matrix& w, const Rows& in, int64_t count, const Store& to,
     const int64_t fit = INPUTS / w.cols, widest = fit < LEAST ? LEAST : fit < PANEL ? fit : PANEL;
     for (int64_t t = 0, n; t < count; t += n) {
         n = block_at(t, count, widest);
-        const Blocks blocks(n);
+        const Blocks blocks(n, TILE_ROWS);
         Tiles registers(blocks.rows, step);
         Rows rows = in;
         rows.q += t * in.ldq;

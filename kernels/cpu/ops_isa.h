@@ -99,6 +99,14 @@ TK_INLINE int64_t block_at(int64_t t, int64_t count, int64_t widest) {
     return (left + blocks - 1) / blocks;
 }
 
+// Blocks of equal size, of at most `widest` tokens; the last one begins earlier where there are not tokens enough, and takes some once more.
+struct Blocks {
+    int64_t count, rows, number;
+    Blocks(int64_t n, int64_t widest) : count(n), rows(block_at(0, n, widest)), number((n + rows - 1) / rows) {}
+    int64_t first(int64_t i) const { return i + 1 < number ? i * rows : count - rows; }
+    int64_t place(int64_t t) const { return t < (number - 1) * rows ? t : (number - 1) * rows + t - first(number - 1); }
+};
+
 // Fetches, while `steps` blocks of tokens are computed, what comes next: a share of the bytes of the next tiles (whoever will
 // compute them; behind the last one it is in vain), and the places where a block's results go.
 struct TilesAhead {

@@ -120,7 +120,7 @@ def test_results_without_a_call_cost_no_look_at_all_calls() -> None:
         return time.process_time() - before
 
     few = min(seconds(400) for _ in range(3))
-    assert min(seconds(4000) for _ in range(3)) < 4 * few  # 80 million looks take ten times as long as 8 million
+    assert min(seconds(4000) for _ in range(3)) < 2.5 * few  # 1.2 times; with a look at each call 5 times
 
 
 def test_vectors(start: Any) -> None:
