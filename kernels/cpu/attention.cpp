@@ -10,7 +10,7 @@
 #include "codes.h"
 #endif
 #if defined(__AMX_TILE__)
-#include "loose_amx.h"
+#include "amx/attention.h"
 #endif
 
 namespace tk {
@@ -18,6 +18,7 @@ namespace TK_ISA {
 namespace {
 
 constexpr int64_t FEW_ROWS = 24;  // up to so many query rows reading the cache is a good part of the time
+constexpr int64_t BY_TILES = 12;  // rows from which codes are multiplied by tile registers where there are any
 
 #if defined(TK_READS_CODES)
 // The rows from r on, M of them or fewer; returns the row behind them.
@@ -47,8 +48,16 @@ int64_t value_codes(const AttnParams& p, const KvTile& tile, const int8_t* w, in
 
 void attend_codes(const AttnParams& p, const KvTile& tile, const uint8_t* q, int64_t rows, const int32_t* lo, const int32_t* hi,
                   int64_t tokens, int64_t cells, const AttnState& out, float* s) {
-    for (int64_t r = 0; r < rows;) r = score_codes(p, tile, q, r, rows, cells, s);
     int8_t* weights = (int8_t*)(s + rows * KV_TILE);
+#if defined(__AMX_TILE__)
+    if (rows >= BY_TILES) {
+        scores_of_codes(p, tile, q, rows, cells, s);
+        softmax_rows(p, rows, lo, hi, s, (uint16_t*)weights, out);
+        weigh_codes(tile, rows, cells, s, weights);
+        return values_of_codes(p, tile, weights, rows, cells, s, (uint8_t*)(s + 2 * rows * KV_TILE), out.acc);
+    }
+#endif
+    for (int64_t r = 0; r < rows;) r = score_codes(p, tile, q, r, rows, cells, s);
     softmax_rows(p, rows, lo, hi, s, (uint16_t*)weights, out);
     weigh_codes(tile, rows, cells, s, weights);
     for (int64_t r = 0; r < rows;) r = value_codes(p, tile, weights, r, rows, tokens, s, out.acc);

@@ -31,6 +31,10 @@ struct QueryTail {
     float factor, sum;
 };
 
+TK_INLINE F score_of(I upper, I lower, const QueryTail& tail, F scale, F minimum) {
+    return fma(fmul(joined(upper, lower), fset1(tail.factor)), scale, fmul(minimum, fset1(tail.sum)));
+}
+
 // M queries by N cells, into rows of scores.
 template <int M, int N>
 void scores_codes(const uint8_t* q, int64_t d, const void* const* cells, const uint8_t* const* params, float* s) {
@@ -54,8 +58,8 @@ void scores_codes(const uint8_t* q, int64_t d, const void* const* cells, const u
         QueryTail tail;
         memcpy(&tail, q + r * row + 2 * d, sizeof tail);
         TK_EACH(n, N, {
-            const F sum = fmul(joined(upper[r * N + n], lower[r * N + n]), fset1(tail.factor));
-            fstore(s + r * KV_TILE + n * 16, fma(sum, scale[n], fmul(minimum[n], fset1(tail.sum))));
+            const F score = score_of(upper[r * N + n], lower[r * N + n], tail, scale[n], minimum[n]);
+            fstore(s + r * KV_TILE + n * 16, score);
         });
     });
 }
@@ -64,6 +68,8 @@ void scores_codes(const uint8_t* q, int64_t d, const void* const* cells, const u
 struct WeightTail {
     float factor, minima;
 };
+
+TK_INLINE F value_of(I upper, I lower, const WeightTail& tail) { return fma(joined(upper, lower), fset1(tail.factor), fset1(tail.minima)); }
 
 // Probabilities of `rows` rows to weights of codes, [KV_TILE] upper bytes and as many lower ones; of each row its tail takes the
 // place of the first probabilities.
@@ -106,7 +112,7 @@ void values_codes(const int8_t* weights, const KvTile& tile, int64_t d, int64_t 
     TK_EACH(r, M, {
         WeightTail tail;
         memcpy(&tail, s + r * KV_TILE, sizeof tail);
-        TK_EACH(n, N, fstore(acc + r * ld + col + n * 16, fma(joined(upper[r * N + n], lower[r * N + n]), fset1(tail.factor), fset1(tail.minima))););
+        TK_EACH(n, N, fstore(acc + r * ld + col + n * 16, value_of(upper[r * N + n], lower[r * N + n], tail)););
     });
 }
 

@@ -131,19 +131,54 @@ void rope(float* x, const float* cos, const float* sin, int64_t rotary) {
     }
 }
 
+namespace {
+
+// Of lanes a and b whose numbers differ by H: a + b and a - b, as if each were added alone.
+template <int H>
+TK_INLINE F sums_and_differences(F x) {
+    static const float one[4][16] = {
+        {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1},
+        {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
+        {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
+        {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1},
+    };
+    return fma(x, fload(one[H == 1 ? 0 : H == 2 ? 1 : H == 4 ? 2 : 3]), fswap<H>(x));
+}
+
+void turn_lanes(float* v, int64_t block) {
+    for (int64_t i = 0; i < block; i += 16) {
+        F x = fload(v + i);
+        x = sums_and_differences<8>(sums_and_differences<4>(sums_and_differences<2>(sums_and_differences<1>(x))));
+        fstore(v + i, x);
+    }
+    for (int64_t h = 16; h < block; h *= 2)
+        for (int64_t i = 0; i < block; i += 2 * h)
+            for (int64_t j = i; j < i + h; j += 16) {
+                const F a = fload(v + j), b = fload(v + j + h);
+                fstore(v + j, fadd(a, b));
+                fstore(v + j + h, fsub(a, b));
+            }
+}
+
+// Of blocks that fill no register.
+void turn_few(float* v, int64_t block) {
+    for (int64_t h = 1; h < block; h *= 2)
+        for (int64_t i = 0; i < block; i += 2 * h)
+            for (int64_t j = i; j < i + h; j++) {
+                const float a = v[j], b = v[j + h];
+                v[j] = a + b;
+                v[j + h] = a - b;
+            }
+}
+
+}  // namespace
+
 // Orthonormal Walsh-Hadamard transform of blocks as long as the largest power of two that divides n.
 void hadamard(float* x, int64_t n) {
     const int64_t block = n & -n;
     const float norm = 1.0f / sqrtf(float(block));
-    for (int64_t base = 0; base < n; base += block) {
-        float* v = x + base;
-        for (int64_t h = 1; h < block; h *= 2)
-            for (int64_t i = 0; i < block; i += 2 * h)
-                for (int64_t j = i; j < i + h; j++) {
-                    const float a = v[j], b = v[j + h];
-                    v[j] = a + b;
-                    v[j + h] = a - b;
-                }
+    for (float* v = x; v < x + n; v += block) {
+        (block < 16 ? turn_few : turn_lanes)(v, block);
         for (int64_t i = 0; i < block; i++) v[i] *= norm;
     }
 }

@@ -26,6 +26,12 @@ TK_INLINE F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_
 TK_INLINE F fnma(F x, F y, F z) { return {_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b)}; }
 TK_INLINE F fmax(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 TK_INLINE F fmin(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+template <int H>
+TK_INLINE F fswap(F x) {  // see simd_avx512.h
+    if (H == 8) return {x.b, x.a};
+    if (H == 4) return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+    return {_mm256_permute_ps(x.a, H == 1 ? 0xb1 : 0x4e), _mm256_permute_ps(x.b, H == 1 ? 0xb1 : 0x4e)};
+}
 TK_INLINE F as_f(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 TK_INLINE I as_i(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 TK_INLINE F f_of(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }

@@ -44,6 +44,14 @@ TK_INLINE F fma(F x, F y, F z) { return TK_MAP3(vfmaq_f32, z, x, y); }
 TK_INLINE F fmax(F x, F y) { return TK_MAP2(greater_or, x, y); }
 TK_INLINE F fmin(F x, F y) { return TK_MAP2(less_or, x, y); }
 TK_INLINE F fabs(F x) { return TK_MAP1(vabsq_f32, x); }
+TK_INLINE float32x4_t halves_swapped(float32x4_t x) { return vextq_f32(x, x, 2); }
+template <int H>
+TK_INLINE F fswap(F x) {  // see simd_avx512.h
+    if (H == 8) return {x.c, x.d, x.a, x.b};
+    if (H == 4) return {x.b, x.a, x.d, x.c};
+    if (H == 2) return TK_MAP1(halves_swapped, x);
+    return TK_MAP1(vrev64q_f32, x);
+}
 TK_INLINE F as_f(I x) { return TK_MAP1(vreinterpretq_f32_s32, x); }
 TK_INLINE I as_i(F x) { return TK_MAP1(vreinterpretq_s32_f32, x); }
 TK_INLINE F f_of(I x) { return TK_MAP1(vcvtq_f32_s32, x); }

@@ -1,7 +1,7 @@
 // The linears by tiles alone, under the names that the library has for linears: compiled without AMX, tiles are modelled.
 #include <vector>
 
-#include "linear_amx.h"
+#include "amx/linear.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

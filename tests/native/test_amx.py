@@ -41,7 +41,7 @@ def model(tmp_path_factory: Any) -> ctypes.CDLL:
     file = tmp_path_factory.mktemp("amx") / "model.so"
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", f"-I{kernels}", "-DTK_ISA=model"]
     isa = build.ISAS.get(build.architecture(compiler), build.GENERIC)[OTHER].flags.split()
-    sources = [Path(__file__).with_name("amx_model.cpp"), kernels / "linear_amx.cpp"]
+    sources = [Path(__file__).with_name("amx_model.cpp"), kernels / "amx" / "linear.cpp"]
     subprocess.run([*compiler.split(), *flags, *isa, *sources, "-o", file], check=True)
     return ctypes.CDLL(str(file))
 
@@ -113,5 +113,5 @@ def test_the_table_is_not_made_when_the_library_is_loaded(tmp_path: Path) -> Non
         pytest.skip("no C++ compiler that knows AMX")
     flags = [*build.COMMON, *build.ISAS["x86_64"]["amx"].flags.split(), "-DTK_ISA=amx", f"-I{kernels}"]
     file = tmp_path / "table.o"
-    subprocess.run([*compiler.split(), *flags, "-c", kernels / "table_amx.cpp", "-o", file], check=True)
+    subprocess.run([*compiler.split(), *flags, "-c", kernels / "amx" / "table.cpp", "-o", file], check=True)
     assert b".init_array" not in file.read_bytes()

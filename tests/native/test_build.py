@@ -96,7 +96,7 @@ def test_compile_commands_name_every_source_and_can_be_run(tmp_path: Path) -> No
     file = tmp_path / "compile_commands.json"
     build.write_commands(file)
     entries = {Path(entry["file"]): entry for entry in json.loads(file.read_text())}
-    assert set(entries) == {*build.HERE.rglob("*.cpp"), *build.kernel_folder().glob("*.cpp")}
+    assert set(entries) == {*build.HERE.rglob("*.cpp"), *build.kernel_folder().rglob("*.cpp")}
     if build.compiler() is not None:
         entry = entries[build.HERE / "system" / "pool.cpp"]
         command = [word for word in entry["arguments"] if word != "-c"]

@@ -312,6 +312,19 @@ def test_hadamard_is_its_own_inverse(size, ops) -> None:
     np.testing.assert_allclose(ops.in_place("tk_op_hadamard", turned, c_int64(size)), x, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("size, block", [(8, 8), (12, 4), (16, 16), (40, 8), (80, 16), (96, 32), (64, 64), (512, 512)])
+def test_hadamard_adds_pairs_then_pairs_of_pairs(size, block, ops) -> None:
+    """In this order whatever the registers: the numbers of an artifact hang on it."""
+    x, h = random((size,), 21), 1
+    expected = x.reshape(-1, block)
+    while h < block:
+        pairs = expected.reshape(-1, block // (2 * h), 2, h)
+        expected = np.concatenate([pairs[:, :, :1] + pairs[:, :, 1:], pairs[:, :, :1] - pairs[:, :, 1:]], 2)
+        expected, h = expected.reshape(-1, block), 2 * h
+    expected = expected.reshape(size) * (np.float32(1) / np.sqrt(np.float32(block)))
+    np.testing.assert_array_equal(ops.in_place("tk_op_hadamard", x.copy(), c_int64(size)), expected)
+
+
 @pytest.mark.parametrize("size", [1, 5, 16, 33, 3000])
 def test_row_statistics(size, ops) -> None:
     x = random((size,), 21, 3)
@@ -380,9 +393,10 @@ def test_attention_to_rows_that_are_key_and_value(dim, kind, bf16, tolerance, op
     close(found, reference_attention(rows, rows, q, lo, hi, dim**-0.5, 0.0, None), tolerance)
 
 
-def test_attention_rows_do_not_meet(ops) -> None:
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
+def test_attention_rows_do_not_meet(dim, ops) -> None:
     """A row alone gives the bits that it gives among others, whatever they look at."""
-    k, v, q = random((260, 64), 26), random((260, 64), 27), random((24, 64), 28)
+    k, v, q = random((260, dim), 26), random((260, dim), 27), random((24, dim), 28)
     hi = np.arange(237, 261, dtype=np.int64)
     lo = np.maximum(hi - 140, 0)
     for kind, bf16 in (

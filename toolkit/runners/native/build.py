@@ -65,7 +65,7 @@ ISAS = {
         "amx": Isa(
             f"{X512} -mamx-tile -mamx-int8 -mamx-bf16",
             AVX2 | AVX512 | {"amx_tile", "amx_int8", "amx_bf16"},
-            ("linear_amx", "loose_amx", "attention", "attention_amx", "table_amx"),
+            ("amx/linear", "amx/loose", "attention", "amx/attention", "amx/codes", "amx/table"),
             "avx512vnni",
         ),
         "avx512vnni": Isa(X512, AVX2 | AVX512),
@@ -140,7 +140,10 @@ def _units(kernels: Path, isas: dict[str, Isa]) -> list[Unit]:
     # The longest first, so that no core waits for the last one: compilers without vector instructions unroll a lot.
     wanted = ((f, i) for i, isa in isas.items() for f in isa.families)
     slowest_first = sorted(wanted, key=lambda unit: unit[1] != "generic")
-    units = [(kernels / f"{f}.cpp", f"{f}.{i}", [f"-DTK_ISA={i}", *isas[i].flags.split()]) for f, i in slowest_first]
+    units = [
+        (kernels / f"{f}.cpp", f"{f.replace('/', '-')}.{i}", [f"-DTK_ISA={i}", *isas[i].flags.split()])
+        for f, i in slowest_first
+    ]
     dispatch = (kernels / "dispatch.cpp", "dispatch." + "-".join(isas), [f"-DTK_HAVE_{isa}" for isa in isas])
     once = [kernels / "single_ops.cpp", *sorted(HERE.rglob("*.cpp"))]
     return [*units, dispatch, *((s, s.stem, []) for s in once)]
@@ -206,7 +209,7 @@ def build(target: Path | None = None, objects: Path | None = None, *, other: str
         key = hashlib.sha256(f"{kernels} {cxx} {flags}".encode()).hexdigest()[:12]
         objects = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "toolkit" / "build" / key
     objects.mkdir(parents=True, exist_ok=True)
-    headers = max(h.stat().st_mtime for h in [*kernels.glob("*.h"), *HERE.rglob("*.h"), Path(__file__)])
+    headers = max(h.stat().st_mtime for h in [*kernels.rglob("*.h"), *HERE.rglob("*.h"), Path(__file__)])
     units = _units(kernels, wanted_isas(cxx))
 
     def compile_one(unit: Unit) -> Path:

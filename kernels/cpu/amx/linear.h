@@ -1,4 +1,4 @@
-// Linears by products of tiles (linear_amx.cpp), beside those of AVX-512 that the table of `amx` has for everything else.
+// Linears by products of tiles (linear.cpp), beside those of AVX-512 that the table of `amx` has for everything else.
 #pragma once
 
 #include "ops_isa.h"

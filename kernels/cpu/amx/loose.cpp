@@ -2,7 +2,9 @@
 // 16 outputs in tile registers. The order is one for any number of rows.
 //
 // Two tiles of weights, their columns in pairs, by 32 rows at a time.
-#include "loose_amx.h"
+#include "amx/loose.h"
+
+#include "amx/registers.h"
 
 namespace tk {
 namespace TK_ISA {

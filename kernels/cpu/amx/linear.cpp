@@ -4,11 +4,11 @@
 // go together. Some groups of their codes are unpacked into the first-level cache, as the right operand; blocks of up to 16
 // tokens pass by: integer sums of each group go to memory, from where they are scaled and added to the floats. The two take
 // turns, since the units for floats are half as fast while tiles are multiplied.
-#include "linear_amx.h"
+#include "amx/linear.h"
 
 #include <type_traits>
 
-#include "tiles.h"
+#include "amx/tiles.h"
 
 namespace tk {
 namespace TK_ISA {

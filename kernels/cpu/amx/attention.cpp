@@ -3,7 +3,9 @@
 // Cells are laid out as tile registers take them: 32 elements of 16 keys are one tile, 16 elements of two cells of values too. What is
 // left of a row or of the tokens is a smaller step, in registers of its own size. A row's sums are those of these steps in ascending
 // order, whatever rows stand beside it: tokens that it does not see have probability 0 and add nothing.
-#include "loose_amx.h"
+#include "amx/attention.h"
+
+#include "amx/registers.h"
 
 namespace tk {
 namespace TK_ISA {

@@ -1,7 +1,7 @@
 // The table of `amx`: that of AVX-512, but for linears of many tokens, and for what may add up in any order.
-#include "linear_amx.h"
-#include "loose_amx.h"
-#include "tiles.h"
+#include "amx/linear.h"
+#include "amx/loose.h"
+#include "amx/tiles.h"
 
 namespace tk {
 namespace avx512vnni {
