@@ -24,6 +24,17 @@ TK_INLINE void store_bytes(I x, int8_t* upper, int8_t* lower) {
     store_s8(lower, isub(x, ishl(high, 8)));
 }
 
+// The same of four times 16, the ones of weights: [KV_TILE] upper bytes, then lower ones.
+TK_INLINE void store_weights(const I* x, int8_t* weights) {
+    const B one = _mm512_packs_epi32(x[0], x[1]), two = _mm512_packs_epi32(x[2], x[3]), half = _mm512_set1_epi16(128);
+    const B upper_one = _mm512_srai_epi16(_mm512_add_epi16(one, half), 8), upper_two = _mm512_srai_epi16(_mm512_add_epi16(two, half), 8);
+    const B lower_one = _mm512_sub_epi16(one, _mm512_slli_epi16(upper_one, 8)), lower_two = _mm512_sub_epi16(two, _mm512_slli_epi16(upper_two, 8));
+    // packing takes quarters of both operands in turn
+    const B order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    bstore(weights, _mm512_permutexvar_epi32(order, _mm512_packs_epi16(upper_one, upper_two)));
+    bstore(weights + KV_TILE, _mm512_permutexvar_epi32(order, _mm512_packs_epi16(lower_one, lower_two)));
+}
+
 TK_INLINE F joined(I upper, I lower) { return fma(f_of(upper), fset1(256.0f), f_of(lower)); }
 
 // What `query_codes` writes behind the bytes of a query: its factor, and its sum.
@@ -71,8 +82,8 @@ struct WeightTail {
 
 TK_INLINE F value_of(I upper, I lower, const WeightTail& tail) { return fma(joined(upper, lower), fset1(tail.factor), fset1(tail.minima)); }
 
-// Probabilities of `rows` rows to weights of codes, [KV_TILE] upper bytes and as many lower ones; of each row its tail takes the
-// place of the first probabilities.
+// Probabilities of `rows` rows to weights of codes, [KV_TILE] upper bytes and as many lower ones, 0 behind the last cell up to a multiple
+// of 64 tokens; of each row its tail takes the place of the first probabilities.
 inline void weigh_codes(const KvTile& tile, int64_t rows, int64_t cells, float* s, int8_t* weights) {
     F scale[KV_CELLS], minimum[KV_CELLS], x[KV_CELLS];
     for (int64_t c = 0; c < cells; c++) load_f16_pairs(tile.vp[c], scale + c, minimum + c);
@@ -86,7 +97,11 @@ inline void weigh_codes(const KvTile& tile, int64_t rows, int64_t cells, float* 
         }
         const float most = hmax(top);
         const F inverse = fset1(to_integers(most));
-        for (int64_t c = 0; c < cells; c++) store_bytes(i_of(fmul(x[c], inverse)), weights + c * 16, weights + KV_TILE + c * 16);
+        for (int64_t c = 0; c < cells; c += 4) {
+            I of[4];
+            TK_EACH(i, 4, of[i] = c + i < cells ? i_of(fmul(x[c + i], inverse)) : izero(););
+            store_weights(of, weights + c * 16);
+        }
         const WeightTail tail{most / MOST, hsum(minima)};
         memcpy(s, &tail, sizeof tail);
     }

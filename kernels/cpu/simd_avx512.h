@@ -27,7 +27,10 @@ TK_INLINE F fmin(F a, F b) { return _mm512_min_ps(a, b); }
 TK_INLINE F fabs(F a) { return _mm512_abs_ps(a); }
 // Each lane gets that of which the number differs by H, a power of two.
 template <int H>
-TK_INLINE F fswap(F a) { return H == 1 ? _mm512_permute_ps(a, 0xb1) : H == 2 ? _mm512_permute_ps(a, 0x4e) : _mm512_shuffle_f32x4(a, a, H == 4 ? 0xb1 : 0x4e); }
+TK_INLINE F fswap(F a) {
+    if (H < 4) return _mm512_permute_ps(a, H == 1 ? 0xb1 : 0x4e);
+    return _mm512_shuffle_f32x4(a, a, H == 4 ? 0xb1 : 0x4e);
+}
 TK_INLINE F f_of(I a) { return _mm512_cvtepi32_ps(a); }
 TK_INLINE I i_of(F a) { return _mm512_cvtps_epi32(a); }
 TK_INLINE F as_f(I a) { return _mm512_castsi512_ps(a); }

@@ -97,11 +97,10 @@ void scores_of_codes(const AttnParams& p, const KvTile& tile, const uint8_t* q, 
     }
 }
 
-void values_of_codes(const AttnParams& p, const KvTile& tile, int8_t* weights, int64_t rows, int64_t cells, const float* s, uint8_t* together,
+void values_of_codes(const AttnParams& p, const KvTile& tile, const int8_t* weights, int64_t rows, int64_t cells, const float* s, uint8_t* together,
                      float* acc) {
     const int64_t steps = (cells + CELLS - 1) / CELLS, line = 4 * p.dpad;
     const uint8_t* values = one_run(tile, steps * CELLS, 16 * p.dpad, together);
-    for (int64_t r = 0; r < rows * 2; r++) memset(weights + r * KV_TILE + cells * 16, 0, size_t((steps * CELLS - cells) * 16));
     const Blocks blocks(rows, TILE_ROWS);
     Tiles registers(blocks.rows, TILE_BYTES);
     Sums sums;
