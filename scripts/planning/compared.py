@@ -88,7 +88,8 @@ def flags(around: Around) -> str:
     told = {
         "noise": around.noise, "jitter-ms": 1e3 * around.jitter, "mixed-us": 1e6 * around.mixed,
         "cold-ms": 1e3 * around.cold, "cores": around.cores, "threads": around.threads, "step-us": 1e6 * around.step,
-        "outside-us": 1e6 * around.token, "outside-ms": 1e3 * around.request, "route-ms": 1e3 * around.way,
-        "handover-ms": 1e3 * around.handing, "handover-us": 1e6 * around.handing_token,
+        "outside-us": 1e6 * around.token, "outside-ms": 1e3 * around.request,
+        "outside-rested-ms": 1e3 * around.rested, "route-ms": 1e3 * around.way, "handover-ms": 1e3 * around.handing,
+        "handover-us": 1e6 * around.handing_token,
     }  # fmt: skip
     return " ".join(f"--{name} {value:.3g}" for name, value in told.items() if value)

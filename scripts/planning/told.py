@@ -48,7 +48,8 @@ def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
     beside = [each(at_once, i) for i in range(len(at_once[0]))]
     share = beside[0]["outside"] / (around.request + around.token * beside[0]["out"])
     direct = replace(around, request=share * around.request, token=share * around.token)  # without the proxy
-    around = replace(around, step=_beside(beside, time, direct))
+    rested = min(around.request, _rested(found["turns"], short, usual))
+    around = replace(around, step=_beside(beside, time, direct), request=around.request - rested, rested=rested)
     if found["part"] == "two":
         return time, replace(around, way=_more(usual, time, 0, woken))
     tiny = each([turn["outside"] for turn in found["turns"]], 2)
@@ -170,6 +171,14 @@ def each(loads: list[list[dict[str, Any]]], *which: int) -> dict[str, Any]:
     count = sum(row["completed"] for row in rows)
     engine = sum(row["engine_s"] * row["completed"] for row in rows) / count
     return found | tokens | {"outside": outside, "engine": engine, "completed": count}
+
+
+def _rested(turns: list[dict[str, Any]], short: dict[str, Any], usual: dict[str, Any]) -> float:
+    """Core-seconds by which a request with a rest before it takes more outside of engines than those of which a server
+    has two at a time; more than what these take where it comes through the proxy, as ``usual`` ones do."""
+    two = [turn["two"] for turn in turns]
+    more = short["outside"] - each(two, *range(len(two[0])))["outside"]
+    return max(0.0, float(more * usual["outside"] / short["outside"]))
 
 
 def _beside(rows: list[dict[str, Any]], time: StepTime, around: Around) -> float:

@@ -240,6 +240,19 @@ def test_min_new_tokens_keeps_stop_words_from_stopping(open_engine: Any) -> None
     assert r.generate_token_len >= 20 and r.text == free[: len(r.text)]
 
 
+def test_a_stop_word_may_begin_before_min_new_tokens(open_engine: Any) -> None:
+    engine = open_engine()
+    base: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, "bad_token_ids": [EOS, EOS - 1]}
+    free = whole(engine, PROMPT, **base).text
+    for count in range(5, 30):  # the end of one token and all of the next
+        before, after = (len(whole(engine, PROMPT, **base | {"max_new_tokens": n}).text) for n in (count, count + 1))
+        word = free[before - 1 : after]
+        if after > before and free.find(word) == before - 1:
+            break
+    r = whole(engine, PROMPT, **base, stop_words=[word], min_new_tokens=count + 1)
+    assert (r.text, r.finish_reason, r.generate_token_len) == (free[: before - 1], "stop", count + 1)
+
+
 def test_min_new_tokens_counts_beside_a_response_format_of_any_text(open_engine: Any) -> None:
     ends: dict[str, Any] = {"max_new_tokens": 40, "logit_bias": {EOS: 50.0}, "response_format": {"type": "text"}}
     assert whole(open_engine(), PROMPT, **ends, min_new_tokens=20).generate_token_len == 21

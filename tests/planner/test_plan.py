@@ -99,7 +99,13 @@ def test_what_is_around_engines_counts() -> None:
         "max_batch_size": 16,
     }
     machine = Machine("m", None, TIME, Limits(16), "measured")
-    shared: dict[str, Any] = {"cores": 2.0, "threads": 1.2, "outside_us": 900.0, "outside_ms": 3.0}
+    shared: dict[str, Any] = {
+        "cores": 2.0,
+        "threads": 1.2,
+        "outside_us": 900.0,
+        "outside_ms": 3.0,
+        "outside_rested_ms": 1.0,
+    }
     shared["route_ms"] = 4.0
     runs = []
     for given in ({}, shared, shared | {"prefill": 1, "replicas": "1", "handover_ms": 9.0, "handover_us": 50.0}):
@@ -109,7 +115,7 @@ def test_what_is_around_engines_counts() -> None:
     own, both, apart = (run.percentile("tpot", 50) for run in runs)
     assert own < both and apart < both
     asks = Demand(**load).asks()
-    around = Around(0.004, 0.0, 0.0, 2.0, 1.2, 0.0009, request=0.003)
+    around = Around(0.004, 0.0, 0.0, 2.0, 1.2, 0.0009, request=0.003, rested=0.001)
     assert runs[1] == simulate(asks, TIME, Limits(16), 2, around)
     assert runs[2] == simulate(asks, TIME, Limits(16), 1, replace(around, handing=0.009, handing_token=5e-5), 1)
 

@@ -115,6 +115,10 @@ def test_engines_on_one_machine_share_its_cores() -> None:
     for cores, more in ((1, asked), (2, 0.0)):
         one = simulate(asks[:1], PLAIN, Limits(), 1, Around(cores=cores, request=asked)).served[0]
         assert (one.ttft, one.e2e) == pytest.approx((alone.ttft + more, alone.e2e + more))
+    pair = [Ask(0.0, 50, 20), Ask(alone.ttft / 2, 50, 20)]  # where nothing computes, and where the engine does
+    costs = (Around(cores=1), Around(cores=1, rested=asked), Around(cores=1, request=asked))
+    taken = [simulate(pair, PLAIN, Limits(), 1, around).seconds for around in costs]
+    assert taken == pytest.approx([taken[0], taken[0] + asked, taken[0] + 2 * asked])
     alike = replace(PLAIN, start=step, slopes=(0.0,))  # each step waits as long again for what others read
     one, two = (simulate(asks[:n], alike, Limits(), 2, Around(cores=2, step=step)).served[0] for n in (1, 2))
     assert two.e2e == pytest.approx(2 * one.e2e, rel=0.03)  # a step that had begun before is no longer

@@ -13,9 +13,10 @@ AB = st.text(alphabet="ab\n", max_size=40)
 WORDS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=6), max_size=4)
 
 
-def naive(text: str, words: list[str]) -> tuple[int, str | None]:
-    """(end, word) of the word that is complete first; the longest of those that end there."""
-    for end in range(1, len(text) + 1):
+def naive(text: str, words: list[str], least: int = 0) -> tuple[int, str | None]:
+    """(end, word) of the word that is complete first, behind ``least`` characters; the longest of those that end
+    there."""
+    for end in range(least + 1, len(text) + 1):
         ending = [w for w in words if text[:end].endswith(w)]
         if ending:
             return end, max(ending, key=len)
@@ -37,6 +38,18 @@ def test_equals_a_search_over_the_whole_text(text: str, words: list[str], cuts: 
     assert stop.hit == word
     expected = text[:end] if include or word is None else text[: end - len(word)]
     assert "".join(shown) + stop.flush() == expected
+
+
+@settings(max_examples=500, deadline=None)
+@given(text=AB, words=WORDS, least=st.integers(0, 40), cuts=st.lists(st.integers(0, 60)))
+def test_words_that_may_not_end_yet_are_passed_by(text: str, words: list[str], least: int, cuts: list[int]) -> None:
+    """Those that begin before and are complete later are not."""
+    stop, least = StopWords(words), min(least, len(text))
+    edges = sorted({0, least, len(text), *(c % (len(text) + 1) for c in cuts)})
+    shown = [stop.add(text[a:b], b > least)[0] for a, b in itertools.pairwise(edges)]
+    end, word = naive(text, words, least)
+    assert stop.hit == word
+    assert "".join(shown) + stop.flush() == text[: end - len(word or "")]
 
 
 @settings(max_examples=300, deadline=None)

@@ -63,10 +63,11 @@ class Around:
     ``cores``: that all engines, and what speaks for them, share; None: each has its own. ``threads``: cores of an
     engine while it computes; ``step``: seconds that each of its steps takes longer while others compute, for they read
     memory, too; ``token``: core-seconds of each output token outside of engines: HTTP, proxy, client; ``request``: of
-    each request, on its way. ``noise``: standard deviation of how long each engine's steps take, as a share, from
-    one moment to the next; ``jitter``: of single steps, in seconds: where they vary an engine cuts prompts now smaller,
-    now larger. ``mixed``: seconds that a step with answers and prompts takes beyond
-    what it has of both. ``cold``: by how much a request's way is longer for each second that its engine has rested."""
+    each request, on its way, and ``rested`` more of one that comes where no engine computes. ``noise``: standard
+    deviation of how long each engine's steps take, as a share, from one moment to the next; ``jitter``: of single
+    steps, in seconds: where they vary an engine cuts prompts now smaller, now larger. ``mixed``: seconds that a step
+    with answers and prompts takes beyond what it has of both. ``cold``: by how much a request's way is longer for each
+    second that its engine has rested."""
 
     way: float = 0.0
     handing: float = 0.0
@@ -80,6 +81,7 @@ class Around:
     mixed: float = 0.0
     request: float = 0.0
     cold: float = 0.0
+    rested: float = 0.0
 
 
 ALONE = Around()
@@ -106,7 +108,7 @@ def simulate(
     first += replicas
     lending = Group([engine(copied, seed=first + i) for i in range(prefills)], seed)
     if prefills:  # both have it to do with a request
-        around = replace(around, request=around.request / 2)
+        around = replace(around, request=around.request / 2, rested=around.rested / 2)
     fleet = Fleet([writing, lending], around)
     came: dict[int, float] = {}  # by the ids of what engines are asked, which they keep
     heads: dict[int, Ask] = {}  # requests that compute a prompt, for whom
@@ -215,14 +217,15 @@ class Fleet:
             self._pass(when, self._own_at(when))
             self._coming[number] = ask, g, None
             heappush(self._ends, (self._own + way, WAY, number, 0))
-            self._speak(1)
+            self._speak()
             return []
         if not self._ends:
             return None
         own, g, i, _ = heappop(self._ends)
         self._pass(ends, own)
         if (g, i) == SPOKEN:
-            self._speak(-1)
+            self._speaking -= 1
+            self._share()
             return []
         if g == WAY:
             self._arrive(i)
@@ -270,21 +273,22 @@ class Fleet:
         began = (stretch is not None) - (before > 0)
         self._computing += began
         if around.cores is not None:
-            self._share(around.cores)
+            self._share()
             if began and around.step:
                 self._crowd()
 
-    def _share(self, cores: float) -> None:
-        self._slow = max(1.0, (sum(self._wants.values()) + self._speaking) / cores)
+    def _share(self) -> None:
+        assert self._around.cores is not None
+        self._slow = max(1.0, (sum(self._wants.values()) + self._speaking) / self._around.cores)
 
-    def _speak(self, more: int) -> None:
-        """What is around the engines has a core's work with a request, or no longer."""
-        if self._around.cores is None or not self._around.request:
+    def _speak(self) -> None:
+        """What is around the engines has a core's work with a request that comes."""
+        work = self._around.request + (0.0 if self._computing else self._around.rested)
+        if self._around.cores is None or not work:
             return
-        self._speaking += more
-        self._share(self._around.cores)
-        if more > 0:
-            heappush(self._ends, (self._own + self._around.request, *SPOKEN, 0))
+        self._speaking += 1
+        self._share()
+        heappush(self._ends, (self._own + work, *SPOKEN, 0))
 
     def _crowd(self) -> None:
         """One begins to compute, or rests: for the others reading takes longer, or no longer."""

@@ -57,6 +57,9 @@ class Demand:
     outside_ms: float = option(
         0.0, "With --cores: ms of a core that a request takes there, whatever its length.", min=0
     )
+    outside_rested_ms: float = option(
+        0.0, "With --cores: ms that it takes there more when no engine computes: caches are cold.", min=0
+    )
     step_us: float = option(
         0.0, "With --cores: µs that a step takes longer while other engines compute: they read memory, too.", min=0
     )
@@ -126,6 +129,7 @@ class Demand:
             self.mixed_us / 1e6,
             self.outside_ms / 1e3,
             self.cold_ms / 1e3,
+            self.outside_rested_ms / 1e3,
         )
 
     def asks(self) -> list[Ask]:

@@ -22,15 +22,16 @@ class StopWords:
         self._held = ""
         self.hit: str | None = None
 
-    def add(self, text: str) -> tuple[str, str | None]:
-        """(text that may be shown, the stop word that ended it or None). After a hit nothing more is shown."""
+    def add(self, text: str, may_end: bool = True) -> tuple[str, str | None]:
+        """(text that may be shown, the stop word that ended it or None). After a hit nothing more is shown.
+        ``may_end``: or words that are complete in ``text`` are passed by; one that begins there may end later."""
         if self.hit is not None:
             return "", self.hit
         if not self._words:
             return text, None
         for end, char in enumerate(text, start=1):
             word = self._step(char)
-            if word is not None:
+            if word is not None and may_end:
                 self.hit = word
                 shown = self._held + text[:end]
                 self._held = ""

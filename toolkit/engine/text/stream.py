@@ -176,10 +176,10 @@ class RequestStream:
 
     def _show(self, new: str, delta: Response, text: list[str]) -> bool:
         """Append text as far as it may be shown; True if a stop word ended the answer."""
-        if self._stop_words is None or self._generated < (self._config.min_new_tokens or 0):
+        if self._stop_words is None:
             text.append(new)
             return False
-        shown, word = self._stop_words.add(new)
+        shown, word = self._stop_words.add(new, self._generated >= (self._config.min_new_tokens or 0))
         text.append(shown)
         if word is None:
             return False
