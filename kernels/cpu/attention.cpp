@@ -50,16 +50,16 @@ void attend_codes(const AttnParams& p, const KvTile& tile, const uint8_t* q, int
                   int64_t tokens, int64_t cells, const AttnState& out, float* s) {
     int8_t* weights = (int8_t*)(s + rows * KV_TILE);
 #if defined(__AMX_TILE__)
-    if (rows >= BY_TILES) {
-        scores_of_codes(p, tile, q, rows, cells, s);
-        softmax_rows(p, rows, lo, hi, s, (uint16_t*)weights, out);
-        weigh_codes(tile, rows, cells, s, weights);
-        return values_of_codes(p, tile, weights, rows, cells, s, (uint8_t*)(s + 2 * rows * KV_TILE), out.acc);
-    }
+    const bool tiles = rows >= BY_TILES;
+    if (tiles) scores_of_codes(p, tile, q, rows, cells, s);
+    else
 #endif
-    for (int64_t r = 0; r < rows;) r = score_codes(p, tile, q, r, rows, cells, s);
+        for (int64_t r = 0; r < rows;) r = score_codes(p, tile, q, r, rows, cells, s);
     softmax_rows(p, rows, lo, hi, s, (uint16_t*)weights, out);
     weigh_codes(tile, rows, cells, s, weights);
+#if defined(__AMX_TILE__)
+    if (tiles) return values_of_codes(p, tile, weights, rows, cells, s, (uint8_t*)(s + 2 * rows * KV_TILE), out.acc);
+#endif
     for (int64_t r = 0; r < rows;) r = value_codes(p, tile, weights, r, rows, tokens, s, out.acc);
 }
 #endif
