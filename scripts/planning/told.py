@@ -176,9 +176,14 @@ def each(loads: list[list[dict[str, Any]]], *which: int) -> dict[str, Any]:
 def _rested(turns: list[dict[str, Any]], short: dict[str, Any], usual: dict[str, Any]) -> float:
     """Core-seconds by which a request with a rest before it takes more outside of engines than those of which a server
     has two at a time; more than what these take where it comes through the proxy, as ``usual`` ones do."""
-    two = [turn["two"] for turn in turns]
-    more = short["outside"] - each(two, *range(len(two[0])))["outside"]
+    more = short["outside"] - _two(turns)["outside"]
     return max(0.0, float(more * usual["outside"] / short["outside"]))
+
+
+def _two(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """Requests of which one server alone had two at a time."""
+    loads = [turn["two"] for turn in turns]
+    return each(loads, *range(len(loads[0])))
 
 
 def _beside(rows: list[dict[str, Any]], time: StepTime, around: Around) -> float:
@@ -197,8 +202,7 @@ def _beside(rows: list[dict[str, Any]], time: StepTime, around: Around) -> float
 def _mixed(turns: list[dict[str, Any]], time: StepTime, varies: dict[str, float]) -> float:
     """What a step takes beyond its tokens that has answers and prompts: as much as requests took longer of which one
     server alone had two at a time. No batch has such steps, for all its requests begin together."""
-    two = [turn["two"] for turn in turns]
-    row = each(two, *range(len(two[0])))
+    row = _two(turns)
     taken = float(row["ttft_s"].mean() + (row["out"] - 1) * row["tpot_s"].mean())
     asks = [Ask(0.0, row["in"], row["out"])] * row["completed"]
 

@@ -1,5 +1,7 @@
-// The tile registers of AMX, for products of bfloat16. Of integers see tiles.h.
+// How the tile registers of AMX are divided. Products of integers are in tiles.h.
 #pragma once
+
+#include <immintrin.h>
 
 #include "simd_base.h"
 

@@ -5,6 +5,9 @@
 #pragma once
 
 #include "simd_base.h"
+#if defined(__AMX_INT8__)
+#include "amx/registers.h"
+#endif
 
 namespace tk {
 namespace TK_ISA {
@@ -19,16 +22,12 @@ constexpr int64_t TILE_ROWS = 16, TILE_BYTES = 64;
 class Tiles {
 public:
     Tiles(int64_t rows, int64_t step) {
-        struct alignas(64) {
-            uint8_t palette = 1, start = 0, none[14] = {};
-            uint16_t bytes[16] = {};
-            uint8_t rows[16] = {};
-        } shape;
+        TileConfig shape;
         for (int i = 0; i < 8; i++) {
             shape.bytes[i] = uint16_t(i == 4 || i == 5 ? step : TILE_BYTES);
             shape.rows[i] = uint8_t(i < 6 ? rows : step / 4);
         }
-        __asm__ volatile("ldtilecfg %0" ::"m"(shape) : "memory");
+        load_config(shape);
     }
     ~Tiles() { __asm__ volatile("tilerelease" ::: "memory"); }
     Tiles(const Tiles&) = delete;
