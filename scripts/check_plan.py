@@ -5,10 +5,10 @@ under a Poisson load, beside what is simulated.
     python scripts/check_plan.py work/demo-engine --out DIR --again
 
 What the simulation is told: the times of steps from batches in an engine alone; from one request at a time to each
-server, with short rests, what serving costs, and how much the machine's speed and single steps vary; from two at a time
+server, with short rests, what serving costs, and how much the machine's speed and single steps vary; from pairs of them
 what steps with answers and prompts take; with rests as between random arrivals how much slower an engine is behind
-them; what the others cost from the same without rests, and from one at a time through the proxy and to two apart. All
-of that is measured before, between and after the pieces of the loads, for the machine drifts by a tenth within minutes.
+them; what the others cost from one and from two at a time through the proxy, and from one to each server. All of that
+is measured before, between and after the pieces of the loads, for the machine drifts by a tenth within minutes.
 What are compared are all requests at rates that none of these has seen, of all rounds in --out together. A piece during
 which other programs were busy does not count. Needs a machine that does nothing else; a round of a part takes about
 fourteen minutes.
@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from planning.compared import compare
-from planning.servers import REST, RESTS, ROLES, Servers, batches
+from planning.servers import PAIRS, REST, RESTS, ROLES, Servers, batches
 
 BRIEF, TINY = 2, (2, 2)  # tokens out, and in and out, of what the simulation is told by beside requests of the load
 SHARES = (0.4, 0.6)  # of what eight clients reach
@@ -58,10 +58,11 @@ def measure(given: argparse.Namespace, part: str, file: Path) -> None:
             # All servers at once, with rests: while nothing else runs all cores halt, and each token comes later.
             now = {"probe": [*single(servers.urls, short, rest=REST), *single(servers.urls, TINY, rest=REST)]}
             now["rested"] = single(servers.urls, short, len(RESTS), RESTS)
-            now["two"] = [servers.load([url], short, 2 * PROBE, 2)[0] for url in servers.urls]
+            now["pairs"] = [servers.load([url], short, len(PAIRS), starts=PAIRS)[0] for url in servers.urls]
             if part != "one":
                 now["beside"] = single(servers.urls, short)
                 now["outside"] = [*single(front, brief, rest=REST), *single(front, short, rest=REST)]
+                now["busy"] = [servers.load(front, shape, 2 * PROBE, 2)[0] for shape in (brief, short)]
             if part == "apart":
                 now["outside"] += single(front, TINY, rest=REST)
             found["turns"].append(now)

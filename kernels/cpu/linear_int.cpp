@@ -8,11 +8,15 @@
 //            up to the end of a page. Where few places are faster (few_places), two tiles are the most. With plain AVX2 and
 //            4 bits up to 17 tokens; from there on linear_split.h has them.
 //   pairs    many tokens: two tiles by up to 6 tokens, integer and float sums both in registers; codes are split again for
-//            each block of tokens, which costs nothing beside the products. What comes next is fetched meanwhile.
+//            each block of tokens, which costs nothing beside the products. What comes next is fetched meanwhile. Where
+//            the processor's units for products split codes, too, linear_ready.h splits them once.
 // The unsigned operand of the dot product is the weight (code, or code - zero + 16), the signed one the activation.
 #include <type_traits>
 
 #include "linear_pairs.h"
+#if defined(__AVX512F__)
+#include "linear_ready.h"
+#endif
 #if defined(TK_SHORT_SUMS)
 #include "linear_split.h"
 #endif
@@ -223,6 +227,9 @@ int64_t linear_int_scratch(const Matrix& w) {
 #if defined(TK_SHORT_SUMS)
     const int64_t split = split_scratch(w);
     return split > pair ? split : pair;
+#elif defined(__AVX512F__)
+    const int64_t ready = in_ready(w, READY_FROM) ? Ready::bytes(w) : 0;
+    return ready > pair ? ready : pair;
 #else
     return pair;
 #endif
@@ -231,6 +238,9 @@ int64_t linear_int_scratch(const Matrix& w) {
 void linear_int(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
 #if defined(TK_SHORT_SUMS)
     if (in_split(w, count)) return linear_split(w, nullptr, in, count, t0, t1, to, scratch);
+#endif
+#if defined(__AVX512F__)
+    if (in_ready(w, count)) return linear_ready(w, in, count, t0, t1, to, scratch);
 #endif
     if (in_short(w, count)) return linear_short(w, in, t0, t1, to);
     if (in_pairs(w, count)) return linear_pairs(w, in, count, t0, t1, to, scratch);
@@ -243,6 +253,9 @@ void gated_int(const Matrix& gate, const Matrix& up, const Rows& in, int64_t cou
     const bool same = same_shape(gate, up);
 #if defined(TK_SHORT_SUMS)
     if (same && in_split(gate, count)) return linear_split(gate, &up, in, count, t0, t1, to, scratch);
+#endif
+#if defined(__AVX512F__)
+    if (same && in_ready(gate, count)) return gated_ready(gate, up, in, count, t0, t1, to, scratch);
 #endif
     if (same && in_pairs(gate, count)) return gated_pairs(gate, up, in, count, t0, t1, to, scratch);
     if (same && count <= TWO) return side_by_side([&](auto n) { gated_narrow<n / 2>(gate, up, in, count, t0, t1, to); });

@@ -34,6 +34,9 @@ OTHERS = 0.05  # cores that other programs may have meanwhile: what was measured
 # caches others' meanwhile; and as many as between requests that come at random, which tell how much.
 REST = 0.05
 RESTS = [-0.3 * math.log(1 - (7 * i % 15 + 0.5) / 15) for i in range(15)]
+# When requests come of which each second one comes while its server has another, with a prompt or with its answer, and
+# each pair behind a rest: a step with both takes a tenth more there than where two clients ask without one.
+PAIRS = [0.7 * (i // 2) + i % 2 * 0.03 * (i // 2 % 5 + 1) for i in range(30)]
 ENOUGH = 64  # tokens that a round of prompts has, or one prompt: a slow moment would be all that few small ones tell
 SHORT = 8  # tokens of prompts of batches that read little
 WHOLE = 8192  # tokens of a step: no prompt is cut
@@ -121,9 +124,10 @@ class Servers:
         concurrency: int | None = None,
         rate: float = math.inf,
         rest: float | Sequence[float] = 0.0,
+        starts: Sequence[float] | None = None,
     ) -> list[dict[str, Any]]:
         """A row of each of ``urls``, which are loaded at once; ``rest``: seconds before each request, none of its own;
-        those of several by turn.
+        those of several by turn. ``starts``: when each comes; None: at ``rate`` by chance, or as ``concurrency`` says.
 
         ``outside_s``: seconds of the cores that all but engines have had for an output token; ``engine_s``: that these
         have had for a request; ``others``: cores that programs other than these had meanwhile; ``ttft_s``, ``tpot_s``:
@@ -154,7 +158,7 @@ class Servers:
             runs = [
                 run_at(
                     some, lambda number, ask, client=client: ask_of(client, number, ask), concurrency=concurrency,
-                    starts=None if rate == math.inf else poisson_starts(traffic.seed, count, rate),
+                    starts=starts or (None if rate == math.inf else poisson_starts(traffic.seed, count, rate)),
                 )
                 for some, client, traffic in zip(asks, clients, traffics, strict=True)
             ]  # fmt: skip

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from planning.servers import ALL, BATCH, OTHERS, REST
+from planning.servers import ALL, BATCH, OTHERS, PAIRS, REST
 
 from toolkit.planner.engine import HOLDS, Limits
 from toolkit.planner.fit import fit, read_row
@@ -20,6 +20,7 @@ from toolkit.planner.step_time import StepTime
 from toolkit.planner.traffic import Ask
 
 LIMITS = Limits(max_batch_size=BATCH)
+DRAWS = 8  # of the moments at which steps vary, where few requests are simulated
 
 
 def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
@@ -36,11 +37,14 @@ def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
         return time, Around(noise=noise, mixed=_mixed(found["turns"], time, varies), **varies)
     at_once = [turn["beside"] for turn in found["turns"]]
     noise = _noise([_seconds(row) for rows in compress(at_once, _count(at_once)) for row in rows], 0.0)
-    brief, usual = (each([turn["outside"] for turn in found["turns"]], i) for i in (0, 1))
+    alone_turns, busy_turns = ([turn[name] for turn in found["turns"]] for name in ("outside", "busy"))
+    usual = each(alone_turns, 1)
+    brief, busy = (each(busy_turns, i) for i in (0, 1))
     # Two at once also wait for what is around the engines, which finds a core where there is one request alone.
     time = served(alone, probes, woken, float(usual["tpot_s"].mean()))
-    token = max(0.0, (usual["outside"] - brief["outside"]) / (usual["out"] - brief["out"]))
-    request = usual["outside"] - token * usual["out"]
+    token = max(0.0, (busy["outside"] - brief["outside"]) / (busy["out"] - brief["out"]))
+    request = busy["outside"] - token * busy["out"]
+    rested = max(0.0, usual["outside"] - busy["outside"])  # what work that finds its caches cold takes longer
     taken = short["ttft_s"].mean() - woken - time.wait + (short["out"] - 1) * short["tpot_s"].mean()
     threads = short["engine"] / float(taken)
     varies["mixed"] = _mixed(found["turns"], time, varies)
@@ -48,11 +52,10 @@ def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
     beside = [each(at_once, i) for i in range(len(at_once[0]))]
     share = beside[0]["outside"] / (around.request + around.token * beside[0]["out"])
     direct = replace(around, request=share * around.request, token=share * around.token)  # without the proxy
-    rested = min(around.request, _rested(found["turns"], short, usual))
-    around = replace(around, step=_beside(beside, time, direct), request=around.request - rested, rested=rested)
+    around = replace(around, step=_beside(beside, time, direct), rested=rested)
     if found["part"] == "two":
         return time, replace(around, way=_more(usual, time, 0, woken))
-    tiny = each([turn["outside"] for turn in found["turns"]], 2)
+    tiny = each(alone_turns, 2)
     late = [_more(row, time, 1, woken) for row in (tiny, usual)]
     each_token = max(0.0, (late[1] - late[0]) / (usual["in"] - tiny["in"]))
     handing = max(0.0, late[1] - each_token * usual["in"])
@@ -173,19 +176,6 @@ def each(loads: list[list[dict[str, Any]]], *which: int) -> dict[str, Any]:
     return found | tokens | {"outside": outside, "engine": engine, "completed": count}
 
 
-def _rested(turns: list[dict[str, Any]], short: dict[str, Any], usual: dict[str, Any]) -> float:
-    """Core-seconds by which a request with a rest before it takes more outside of engines than those of which a server
-    has two at a time; more than what these take where it comes through the proxy, as ``usual`` ones do."""
-    more = short["outside"] - _two(turns)["outside"]
-    return max(0.0, float(more * usual["outside"] / short["outside"]))
-
-
-def _two(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Requests of which one server alone had two at a time."""
-    loads = [turn["two"] for turn in turns]
-    return each(loads, *range(len(loads[0])))
-
-
 def _beside(rows: list[dict[str, Any]], time: StepTime, around: Around) -> float:
     """What a step takes longer while others compute: as much as answers of all engines at once took longer."""
     taken = float(np.mean([row["tpot_s"].mean() for row in rows]))
@@ -202,13 +192,14 @@ def _beside(rows: list[dict[str, Any]], time: StepTime, around: Around) -> float
 def _mixed(turns: list[dict[str, Any]], time: StepTime, varies: dict[str, float]) -> float:
     """What a step takes beyond its tokens that has answers and prompts: as much as requests took longer of which one
     server alone had two at a time. No batch has such steps, for all its requests begin together."""
-    row = _two(turns)
+    loads = [turn["pairs"] for turn in turns]
+    row = each(loads, *range(len(loads[0])))
     taken = float(row["ttft_s"].mean() + (row["out"] - 1) * row["tpot_s"].mean())
-    asks = [Ask(0.0, row["in"], row["out"])] * row["completed"]
+    asks = [Ask(start, row["in"], row["out"]) for start in PAIRS]
 
     def seconds(mixed: float) -> float:
-        run = simulate(asks, time, LIMITS, 1, Around(mixed=mixed, **varies), at_once=2)
-        return float(np.mean([one.e2e for one in run.served]))
+        runs = [simulate(asks, time, LIMITS, 1, Around(mixed=mixed, **varies), seed=seed) for seed in range(DRAWS)]
+        return float(np.mean([one.e2e for run in runs for one in run.served]))
 
     return _least(seconds, taken)
 
