@@ -62,6 +62,7 @@ def measure(given: argparse.Namespace, part: str, file: Path) -> None:
             if part != "one":
                 now["beside"] = single(servers.urls, short)
                 now["outside"] = [*single(front, brief, rest=REST), *single(front, short, rest=REST)]
+                now["alone"] = single(front, short)
                 now["busy"] = [servers.load(front, shape, 2 * PROBE, 2)[0] for shape in (brief, short)]
             if part == "apart":
                 now["outside"] += single(front, TINY, rest=REST)

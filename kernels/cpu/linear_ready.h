@@ -1,6 +1,6 @@
-// Linears of 4-bit weights for many tokens, on processors whose units for products also split codes (Intel's with AVX-512 have two for
-// both): a regime of linear_int.cpp, with the same numbers. The codes of a pair of tiles are split once for a panel of tokens, and lie in
-// the first-level cache.
+// Linears of 4-bit weights for many tokens, on processors whose units for products also split codes (Intel's have two for all that
+// is 512 bits wide): a regime of linear_int.cpp, with the same numbers. The codes of a pair of tiles are split once for a panel of
+// tokens, and lie in the first-level cache.
 #pragma once
 
 #include "linear_pairs.h"

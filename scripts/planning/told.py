@@ -31,17 +31,17 @@ def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
     woken = cold * REST  # by which first tokens of probes came later
     short = each(probes, *_short(probes))
     varies = {"jitter": _jitter(probes), "cold": cold}
+    noise = _noise([_seconds(probe[i]) for probe in compress(probes, _count(probes)) for i in _short(probes)])
     if found["part"] == "one":
         time = served(alone, probes, woken, float(short["tpot_s"].mean()))
-        noise = _noise([_seconds(probe[0]) for probe in compress(probes, _count(probes))], REST)
         return time, Around(noise=noise, mixed=_mixed(found["turns"], time, varies), **varies)
     at_once = [turn["beside"] for turn in found["turns"]]
-    noise = _noise([_seconds(row) for rows in compress(at_once, _count(at_once)) for row in rows], 0.0)
     alone_turns, busy_turns = ([turn[name] for turn in found["turns"]] for name in ("outside", "busy"))
     usual = each(alone_turns, 1)
     brief, busy = (each(busy_turns, i) for i in (0, 1))
-    # Two at once also wait for what is around the engines, which finds a core where there is one request alone.
-    time = served(alone, probes, woken, float(usual["tpot_s"].mean()))
+    # Two at once also wait for what is around the engines, which finds a core where there is one request alone. Without
+    # rests, as those beside others: what tokens take longer behind a rest would hide what they take longer there.
+    time = served(alone, probes, woken, float(each([turn["alone"] for turn in found["turns"]], 0)["tpot_s"].mean()))
     token = max(0.0, (busy["outside"] - brief["outside"]) / (busy["out"] - brief["out"]))
     request = busy["outside"] - token * busy["out"]
     rested = max(0.0, usual["outside"] - busy["outside"])  # what work that finds its caches cold takes longer
@@ -68,13 +68,13 @@ def _count(probes: list[list[dict[str, Any]]]) -> list[bool]:
     return found if any(found) else [True] * len(probes)
 
 
-def _noise(turns: list[Any], rest: float) -> float:
+def _noise(turns: list[Any]) -> float:
     """Of the moments at which the machine is slow, beside the drift, which ``paces`` has: from what requests one at a
-    time, ``rest`` seconds apart, took, turn by turn; where there are several engines while all compute, for then slow
-    moments are more. Neighbours are alike, for a moment lasts: a short turn varies less than all moments do."""
+    time took, turn by turn, with a rest before each, for without rests slow moments are fewer. Neighbours are alike,
+    for a moment lasts: a short turn varies less than all moments do."""
     squares, shares = [], []
     for seconds in turns:
-        starts = np.concatenate([[0.0], np.cumsum(seconds + rest)[:-1]]) / HOLDS
+        starts = np.concatenate([[0.0], np.cumsum(seconds + REST)[:-1]]) / HOLDS
         alike = np.exp(-np.abs(starts[:, None] - starts[None, :]))
         squares.append(np.var(np.log(seconds)))
         shares.append(1 - alike.mean())

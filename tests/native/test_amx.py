@@ -18,7 +18,6 @@ from toolkit.runners.native import build, library
 from toolkit.runners.native.packing.pack import pack_weight
 
 OTHER = next((isa for isa in library.isas() if isa != "amx"), "")
-LINEARS = ("tk_op_linear", "tk_op_gated")
 FORMS = [
     (4, 32, "zeros", torch.float16),
     (4, 64, "zeros", torch.bfloat16),
@@ -33,38 +32,23 @@ FORMS = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: Any) -> ctypes.CDLL:
+def model(tmp_path_factory: Any, support: Any) -> ctypes.CDLL:
     """The kernels compiled without AMX, for this processor otherwise."""
-    compiler, kernels = build.compiler(), build.kernel_folder()
-    if compiler is None:
+    found = support("compiled").compiled(tmp_path_factory.mktemp("amx"), OTHER, "amx_model.cpp", "amx/linear.cpp")
+    if found is None:
         pytest.skip("no C++ compiler")
-    file = tmp_path_factory.mktemp("amx") / "model.so"
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", f"-I{kernels}", "-DTK_ISA=model"]
-    isa = build.ISAS.get(build.architecture(compiler), build.GENERIC)[OTHER].flags.split()
-    sources = [Path(__file__).with_name("amx_model.cpp"), kernels / "amx" / "linear.cpp"]
-    subprocess.run([*compiler.split(), *flags, *isa, *sources, "-o", file], check=True)
-    return ctypes.CDLL(str(file))
+    return found
 
 
 @pytest.fixture(params=["model", "amx"])
 def tiles(request: Any, support: Any) -> Any:
     """Ops whose linears are multiplied by tiles."""
-    if request.param == "amx":
-        if "amx" not in library.isas():
-            pytest.skip("this processor has no AMX")
-        return support("native_ops").NativeOps("amx")
-    ops = support("native_ops").NativeOps(OTHER)
-    modelled, call = request.getfixturevalue("model"), ops._call
-    names = {name: getattr(modelled, name) for name in LINEARS}
-
-    def either(name: str, *arguments: Any) -> None:
-        if name in names:
-            assert names[name](b"", *arguments) == 0
-        else:
-            call(name, *arguments)
-
-    ops._call = either
-    return ops
+    ops = support("native_ops").NativeOps
+    if request.param == "model":
+        return ops(OTHER, linears=request.getfixturevalue("model"))
+    if "amx" not in library.isas():
+        pytest.skip("this processor has no AMX")
+    return ops("amx")
 
 
 @pytest.mark.parametrize("bits, group, form, dtype", FORMS)

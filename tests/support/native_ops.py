@@ -20,6 +20,8 @@ import numpy as np
 from toolkit.runners.native import library
 from toolkit.runners.native.packing.packed import PackedTensor
 
+LINEARS = ("tk_op_linear", "tk_op_gated")
+
 
 class Matrix(Structure):
     _fields_ = (
@@ -105,15 +107,18 @@ def _ptr(a: np.ndarray | None) -> c_void_p:
 
 
 class NativeOps:
-    """Every op of one instruction set on numpy arrays. ``path``: another build of the library."""
+    """Every op of one instruction set on numpy arrays. ``path``: another build of the library; ``linears``: one that
+    has linears alone, for those."""
 
-    def __init__(self, isa: str, path: Path | None = None) -> None:
+    def __init__(self, isa: str, path: Path | None = None, linears: ctypes.CDLL | None = None) -> None:
         self.isa = isa
         self._name = isa.encode()
         self._lib = library.load(path or library.library_path())
+        self._linears = linears
 
     def _call(self, name: str, *arguments: Any) -> None:
-        assert getattr(self._lib, name)(self._name, *arguments) == 0
+        lib = self._linears if self._linears is not None and name in LINEARS else self._lib
+        assert getattr(lib, name)(self._name, *arguments) == 0
 
     def matrix(self, p: PackedTensor) -> Matrix:
         m = p.meta
