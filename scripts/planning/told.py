@@ -177,14 +177,14 @@ def each(loads: list[list[dict[str, Any]]], *which: int) -> dict[str, Any]:
 
 
 def _beside(rows: list[dict[str, Any]], time: StepTime, around: Around) -> float:
-    """What a step takes longer while others compute: as much as answers of all engines at once took longer."""
+    """What a step takes longer while others write answers: as much as those of all engines at once took longer."""
     taken = float(np.mean([row["tpot_s"].mean() for row in rows]))
     asks = [Ask(0.0, rows[0]["in"], rows[0]["out"])] * len(rows) * rows[0]["completed"]
 
     def seconds(step: float) -> float:
-        there = replace(around, step=step, noise=0.0)
-        run = simulate(asks, time, LIMITS, len(rows), there, at_once=len(rows))
-        return float(np.mean([one.tpot for one in run.served]))
+        there = replace(around, step=step)
+        runs = [simulate(asks, time, LIMITS, len(rows), there, at_once=len(rows), seed=seed) for seed in range(DRAWS)]
+        return float(np.mean([one.tpot for run in runs for one in run.served]))
 
     return _least(seconds, taken)
 

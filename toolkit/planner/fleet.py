@@ -61,13 +61,13 @@ class Around:
     """What there is beside engines. ``way``: seconds of a request through a proxy. ``handing``: seconds until an engine
     that writes answers has the blocks that another one lends it; ``handing_token``: of the latter, for each token.
     ``cores``: that all engines, and what speaks for them, share; None: each has its own. ``threads``: cores of an
-    engine while it computes; ``step``: seconds that each of its steps takes longer while others compute, for they read
-    memory, too; ``token``: core-seconds of each output token outside of engines: HTTP, proxy, client; ``request``: of
-    each request, on its way, and ``rested`` more of one that comes where no engine computes. ``noise``: standard
-    deviation of how long each engine's steps take, as a share, from one moment to the next; ``jitter``: of single
-    steps, in seconds: where they vary an engine cuts prompts now smaller, now larger. ``mixed``: seconds that a step
-    with answers and prompts takes beyond what it has of both. ``cold``: by how much a request's way is longer for each
-    second that its engine has rested."""
+    engine while it computes; ``step``: seconds that each of its steps takes longer while others write answers, for
+    they read memory, too; ``token``: core-seconds of each output token outside of engines: HTTP, proxy, client;
+    ``request``: of each request, on its way, and ``rested`` more of one that comes where no engine computes.
+    ``noise``: standard deviation of how long each engine's steps take, as a share, from one moment to the next;
+    ``jitter``: of single steps, in seconds: where they vary an engine cuts prompts now smaller, now larger.
+    ``mixed``: seconds that a step with answers and prompts takes beyond what it has of both. ``cold``: by how much a
+    request's way is longer for each second that its engine has rested."""
 
     way: float = 0.0
     handing: float = 0.0
@@ -189,6 +189,7 @@ class Fleet:
         self._speaking = 0  # requests with which what is around them has work
         self._wants = {(g, i): 0.0 for g, group in enumerate(groups) for i in range(len(group.engines))}  # cores
         self._version = dict.fromkeys(self._wants, 0)
+        self._writes = dict.fromkeys(self._wants, False)  # answers
         self._ends: list[tuple[float, int, int, int]] = []  # when a stretch ends, whose, and which version of it
         self._sent: list[tuple[float, int, float, Ask, int]] = []  # when, and how long its way is, to which group
         self._coming: dict[int, tuple[Ask, int, int | None]] = {}  # on their way, to which group, and engine if chosen
@@ -270,11 +271,14 @@ class Fleet:
         around, stretch, before = self._around, engine.stretch, self._wants[g, i]
         told = 0.0 if stretch is None else around.token * len(stretch.decodes) / stretch.first
         self._wants[g, i] = 0.0 if stretch is None else around.threads + told
-        began = (stretch is not None) - (before > 0)
-        self._computing += began
-        if around.cores is not None:
-            self._share()
-            if began and around.step:
+        self._computing += (stretch is not None) - (before > 0)
+        if around.cores is None:
+            return
+        self._share()
+        writes = stretch is not None and bool(stretch.decodes)
+        if writes != self._writes[g, i]:
+            self._writes[g, i] = writes
+            if around.step:
                 self._crowd()
 
     def _share(self) -> None:
@@ -291,10 +295,10 @@ class Fleet:
         heappush(self._ends, (self._own + work, *SPOKEN, 0))
 
     def _crowd(self) -> None:
-        """One begins to compute, or rests: for the others reading takes longer, or no longer."""
-        for (g, i), wants in self._wants.items():
-            engine = self.groups[g].engines[i]
-            if engine.slow(self._around.step * (self._computing > (wants > 0)), self._own):
+        """One begins to write answers, or no longer does: for the others reading takes longer, or no longer."""
+        writing = sum(self._writes.values())
+        for (g, i), writes in self._writes.items():
+            if self.groups[g].engines[i].slow(self._around.step * (writing > writes), self._own):
                 self._push(g, i)
 
     def _push(self, g: int, i: int) -> None:

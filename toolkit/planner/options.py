@@ -61,7 +61,7 @@ class Demand:
         0.0, "With --cores: ms that it takes there more when no engine computes: caches are cold.", min=0
     )
     step_us: float = option(
-        0.0, "With --cores: µs that a step takes longer while other engines compute: they read memory, too.", min=0
+        0.0, "With --cores: µs that a step takes longer while others write answers: they read memory, too.", min=0
     )
     noise: float = option(
         0.0,
