@@ -126,6 +126,22 @@ TK_INLINE void block_dots4(const uint8_t* const* codes, const uint8_t* shift, in
     }
 }
 
+// y += the integer sums d of one group of N tiles and M tokens, scaled.
+template <int M, int N, bool MIN>
+TK_INLINE void add_scaled_sums(const I* d, const float* sa, const int32_t* sums, int64_t lds, const float* scales, const float* minima,
+                               F* y) {
+    F s[N];
+    TK_EACH(n, N, s[n] = fload(scales + 16 * n););
+    TK_EACH(t, M, {
+        const F x = fset1(sa[t * lds]);
+        TK_EACH(n, N, y[n * M + t] = fma(f_of(d[n * M + t]), fmul(s[n], x), y[n * M + t]););
+        if (MIN) {
+            const F sum = fset1(sa[t * lds] * float(sums[t * lds]));
+            TK_EACH(n, N, y[n * M + t] = fma(fload(minima + 16 * n), sum, y[n * M + t]););
+        }
+    });
+}
+
 // M tokens by the 16 N rows of the tiles from `first` on; result in p.y.
 template <int M, int N, int BITS, bool MIN>
 TK_INLINE void block(const Matrix& w, const Pair& p, const Rows& in, int64_t t0, int first, PairAhead& next) {
@@ -150,16 +166,7 @@ TK_INLINE void block(const Matrix& w, const Pair& p, const Rows& in, int64_t t0,
         if constexpr (BITS == 8) block_dots8<M, N>(codes, group, rows, lda, d);
         else block_dots4<M, N, MIN>(codes, p.shift + g * 128 + first * 64, group, rows, lda, d);
         const float *scales = p.scales + g * 32 + first * 16, *minima = p.minima + g * 32 + first * 16;
-        F s[N];
-        TK_EACH(n, N, s[n] = fload(scales + 16 * n););
-        TK_EACH(t, M, {
-            const F x = fset1(sa[t * in.lds]);
-            TK_EACH(n, N, y[n * M + t] = fma(f_of(d[n * M + t]), fmul(s[n], x), y[n * M + t]););
-            if (MIN) {
-                const F sum = fset1(sa[t * in.lds] * float(sums[t * in.lds]));
-                TK_EACH(n, N, y[n * M + t] = fma(fload(minima + 16 * n), sum, y[n * M + t]););
-            }
-        });
+        add_scaled_sums<M, N, MIN>(d, sa, sums, in.lds, scales, minima, y);
         TK_EACH(n, N, codes[n] += bytes;);
     }
     TK_EACH(t, M, TK_EACH(n, N, fstore(p.y + ((first + n) * WIDE + t) * 16, y[n * M + t]);););

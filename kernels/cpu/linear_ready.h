@@ -64,7 +64,7 @@ struct Ready {
 template <int M, bool MIN>
 void ready_block(const Matrix& w, const Ready& p, const Rows& in, int64_t t0, int64_t g0, int64_t g1, float* sums_so_far, PairAhead& next) {
     const int64_t lda = in.ldq, group = w.group;
-    const uint8_t *left = p.codes[0], *right = p.codes[1];
+    const uint8_t* codes[2] = {p.codes[0], p.codes[1]};
     const int8_t* a = in.q + t0 * lda + g0 * group;
     const int32_t* sums = in.sum + t0 * in.lds + g0;
     const float *sa = in.scale + t0 * in.lds + g0, *scales = p.scales, *minima = p.minima;
@@ -76,25 +76,9 @@ void ready_block(const Matrix& w, const Ready& p, const Rows& in, int64_t t0, in
         TK_EACH(t, M, d[t] = d[M + t] = MIN ? izero() : iset1(-16 * sums[t * in.lds]););
         const int8_t* rows[(M + 2) / 3];
         TK_EACH(r, (M + 2) / 3, rows[r] = a + r * 3 * lda;);
-        for (int64_t k = 0; k < group; k += 8, left += 128, right += 128)
-            TK_EACH(j, 2, {
-                const B l = bload(left + 64 * j), r = bload(right + 64 * j);
-                each_row<M>(rows, lda, k + 4 * j, [&](auto t, B x) __attribute__((always_inline)) {
-                    d[t] = dot4(d[t], l, x);
-                    d[M + t] = dot4(d[M + t], r, x);
-                });
-            });
-        const F s = fload(scales), z = fload(scales + 16);
-        TK_EACH(t, M, {
-            const F x = fset1(sa[t * in.lds]);
-            y[t] = fma(f_of(d[t]), fmul(s, x), y[t]);
-            y[M + t] = fma(f_of(d[M + t]), fmul(z, x), y[M + t]);
-            if (MIN) {
-                const F sum = fset1(sa[t * in.lds] * float(sums[t * in.lds]));
-                y[t] = fma(fload(minima), sum, y[t]);
-                y[M + t] = fma(fload(minima + 16), sum, y[M + t]);
-            }
-        });
+        block_dots8<M, 2>(codes, group, rows, lda, d);
+        add_scaled_sums<M, 2, MIN>(d, sa, sums, in.lds, scales, minima, y);
+        TK_EACH(n, 2, codes[n] += group * 16;);
     }
     TK_EACH(i, 2 * M, fstore(sums_so_far + i * 16, y[i]););
 }
@@ -137,14 +121,9 @@ void each_ready_panel(const Matrix& w, const Rows& in, int64_t count, const Stor
     const int64_t fit = READY_INPUTS / w.cols / WIDE * WIDE, most = fit < READY_FROM ? READY_FROM : fit < READY_PANEL ? fit : READY_PANEL;
     for (int64_t t = 0, n; t < count; t += n) {
         n = block_at(t, count, most);
-        Rows rows = in;
-        rows.q += t * in.ldq;
-        rows.scale += t * in.lds;
-        rows.sum += t * in.lds;
-        Store part = to;
-        part.out += t * to.ld;
+        Store part = to.from(t);
         if (t) part.laters = 0;
-        body(rows, n, part, (n + WIDE - 1) / WIDE);
+        body(in.from(t), n, part, (n + WIDE - 1) / WIDE);
     }
 }
 

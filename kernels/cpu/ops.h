@@ -70,6 +70,15 @@ struct Rows {
     int64_t lds = 0;
     int32_t round = 0;  // x may be rounded to bfloat16 beside weights that are
     int32_t loose = 0;  // and sums be in the order that is fastest for many rows, here for any number
+
+    // From token t on, of quantized ones.
+    Rows from(int64_t t) const {
+        Rows rest = *this;
+        rest.q += t * ldq;
+        rest.scale += t * lds;
+        rest.sum += t * lds;
+        return rest;
+    }
 };
 
 // Memory that later work reads, `bytes` from each place on: a linear may fetch it while it computes.
@@ -90,6 +99,12 @@ struct Store {
     float gate_scale = 1.0f;  // of the first of a gated pair, its bias included
     const Later* later = nullptr;
     int64_t laters = 0;
+
+    Store from(int64_t t) const {
+        Store rest = *this;
+        rest.out += t * ld;
+        return rest;
+    }
 };
 
 // Keys and values of one head in one block, in cells of 16 tokens. Sizes in bytes.

@@ -243,13 +243,7 @@ void each_panel(const Matrix& w, const Rows& in, int64_t count, const Store& to,
         n = block_at(t, count, widest);
         const Blocks blocks(n, TILE_ROWS);
         Tiles registers(blocks.rows, step);
-        Rows rows = in;
-        rows.q += t * in.ldq;
-        rows.scale += t * in.lds;
-        rows.sum += t * in.lds;
-        Store part = to;
-        part.out += t * to.ld;
-        body(registers, blocks, rows, part);
+        body(registers, blocks, in.from(t), to.from(t));
     }
 }
 
