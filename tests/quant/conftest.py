@@ -11,11 +11,12 @@ import toolkit.quant.run
 
 @pytest.fixture(autouse=True)
 def quick_runs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, support: Any) -> None:
-    """Runs that say nothing of ``tune_steps`` tune for two steps: every form goes through it, none takes long."""
+    """Runs that say nothing of ``tune_steps`` tune for two steps, guided or not: every form goes through it, none takes
+    long."""
     support("lite").quicken(monkeypatch, measured=request.path.name == "test_presets.py")
     choose = toolkit.quant.run.choose_steps
 
     def few(source: Any, wanted: int | None, usual: int, *rest: Any) -> int:
-        return choose(source, wanted, min(usual, 2), *rest)
+        return choose(source, wanted, 2, *rest)
 
     monkeypatch.setattr(toolkit.quant.run, "choose_steps", few)

@@ -109,12 +109,13 @@ def test_what_is_there_already_needs_no_room(
 def test_what_disk_is_said_to_take_is_taken(
     tiny_models: Any, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers as they are saved and the result lie there together at the end."""
+    """Layers as they are saved, what gradients tell and the result lie there together at the end."""
     model, counted, saved = str(tiny_models("llama", hidden_size=256, intermediate_size=512)), list[int](), list[int]()
     monkeypatch.setattr("toolkit.quant.run.check_room", lambda target, needed, overwrite: counted.append(needed))
 
     def watch(what: str, done: int, total: int) -> None:
-        files = (tmp_path / ".out.partial").rglob("layer.*.safetensors")
+        partial = tmp_path / ".out.partial"
+        files = [*partial.rglob("layer.*.safetensors"), *partial.rglob("guide/*")]
         saved.append(sum(file.stat().st_size for file in files) if what == "writing" else 0)
 
     auto_gptq(model, tmp_path / "out", Gptq(tune_steps=0), common=quick(text), progress=watch)

@@ -24,7 +24,7 @@ from toolkit.quant.presets import PRESETS
 
 WORK = estimate.Work(
     "lite auto_awq", tokens=8192, seqlen=512, written=8192, layers=30, passes=1, products=True,
-    tune_steps=64, iters=0, eval_tokens=4096,
+    guided=32, tune_steps=64, iters=0, eval_tokens=4096,
 )  # fmt: skip
 RATES = estimate.Rates(exact=1e-5, rough=5e-6, product=1e-11, rounding=1e-10)
 
@@ -65,7 +65,7 @@ def test_all_presets_but_fast_round_with_error_feedback(
     assert {linear["method"] for linear in found.quality["layers"]} == {method}
 
 
-@pytest.mark.parametrize("more", ["tokens", "written", "tune_steps", "eval_tokens", "iters"])
+@pytest.mark.parametrize("more", ["tokens", "written", "guided", "tune_steps", "eval_tokens", "iters"])
 def test_more_work_takes_longer_in_proportion(tiny_models: Any, more: str) -> None:
     source = LayerSource(tiny_models("llama"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from toolkit.quant.layers.spill import Spill
 from toolkit.quant.lite import Common, search
 from toolkit.quant.methods import search as finder
 from toolkit.quant.methods.search import Candidate, Unit, allocate
-from toolkit.quant.methods.sensitivity import feel
+from toolkit.quant.methods.sensitivity import Felt, feel
 from toolkit.quant.options import Search
 
 
@@ -198,7 +199,8 @@ def test_costs_are_what_predictions_lose(tiny_models: Any, tmp_path: Path) -> No
     outer, layers = source.outer_weights(cpu), source.spec.layers
     ids = torch.randint(0, source.spec.vocab_size, (4, 40))
     with Spill(tmp_path / "spill", 0) as spill, torch.no_grad():
-        felt = {i: found for i, _, found in feel(source, ids, cpu, spill, lambda done, total: None)}
+        listener = partial(Felt, ids.numel())
+        felt = {i: found for i, _, found in feel(source, ids, cpu, spill, lambda done, total: None, listener)}
 
     def predictions(changed: dict[str, torch.Tensor]) -> torch.Tensor:
         x = embed(source.spec, outer[source.spec.embed], ids)

@@ -32,6 +32,7 @@ TUNING = 2.5  # a step of tuning, in passes of its sample through the model in f
 TEXT = 2.0  # writing text goes through the model in 8 bits: so much faster than float32 a token
 START = 6.0  # seconds of reading, checking and writing
 SAMPLES = 8  # that auto-round tunes a block on at once, forwards and backwards
+GRADIENTS = 3.0  # of a sample's passes through the model in float32: there, there again and back
 WEIGHING = 2.0  # of a sample's passes through the model in float32: gradients, and trials
 FEW = 4  # times that something is run to know how long it takes
 
@@ -50,7 +51,8 @@ class Rates:
 @dataclass(frozen=True)
 class Work:
     """``tokens``: of calibration text, ``seqlen`` a sample; ``written``: of them by the model itself, now. ``layers``:
-    that an earlier run has not quantized. ``passes``: of the text through each. ``iters``: auto-round's."""
+    that an earlier run has not quantized. ``passes``: of the text through each. ``guided``: samples that
+    gradients are taken of. ``iters``: auto-round's."""
 
     stage: str
     tokens: int
@@ -59,6 +61,7 @@ class Work:
     layers: int
     passes: int
     products: bool
+    guided: int
     tune_steps: int
     iters: int
     eval_tokens: int
@@ -113,6 +116,7 @@ def seconds(source: LayerSource, work: Work, rates: Rates) -> dict[str, float]:
     trials = AWQ_TRIALS.get(work.stage, 0) * sum(2 * _sampled(x) * x.in_features for x in linears)
     whole = len(spec.layers) * rates.exact + 2 * head * rates.product  # a token through the model
     found = {
+        "gradients": work.guided * work.seqlen * GRADIENTS * whole,
         "text": work.written * 2 * (sum(map(_size, linears)) + head) * rates.product / TEXT,
         "layers": share * (passes + (grams + trials) * rates.product + rounding * rates.rounding),
         "tuning": work.tune_steps * work.seqlen * TUNING * whole,

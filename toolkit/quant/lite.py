@@ -27,6 +27,7 @@ from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.methods import autoround, awq, floats, gptq, smooth
 from toolkit.quant.methods import search as finder
+from toolkit.quant.methods.guide import Guide
 from toolkit.quant.methods.sensitivity import SAMPLES
 from toolkit.quant.opening import choose, open_source, targets
 from toolkit.quant.options import AutoRound, Awq, BlockedFp8, Common, Gptq, Search, SmoothQuant
@@ -62,9 +63,10 @@ def auto_awq(
     if rounding not in ("nearest", "gptq"):
         raise UsageError(f"--rounding: expected nearest or gptq, found {rounding!r}")
     feedback, how = rounding == "gptq", rounding_of(options)
-    if not feedback and how != gptq.Rounding():
+    if not feedback and (how != gptq.Rounding() or options.guide_samples is not None):
         raise UsageError(
-            "--damp, --shrink, --carry-error, --desc-act, --static-groups: they are GPTQ's; give --rounding gptq too"
+            "--damp, --shrink, --carry-error, --guide-samples, --desc-act, --static-groups: they are GPTQ's; "
+            "give --rounding gptq too"
         )
     if options.w_bits != 4 and common.format in (None, "awq"):
         raise UsageError(
@@ -79,7 +81,7 @@ def auto_awq(
     if feedback:
         told |= {"rounding": rounding} | rounding_options(how)
 
-    def method(dtype: torch.dtype, _: Path) -> awq.Method:
+    def method(dtype: torch.dtype, directory: Path) -> awq.Method:
         if not feedback:
             return awq.method(grid, search=options.search_scale, dtype=dtype, own=own)
 
@@ -87,7 +89,7 @@ def auto_awq(
             at = own.get(site.linears[0].name, grid)
             return awq.site_scale(site, weights, gram, grid=at, search=options.search_scale, dtype=dtype)
 
-        return gptq.method(grid, how, dtype=dtype, scaler=scaler, own=own)
+        return gptq.method(grid, how, dtype=dtype, scaler=scaler, own=own, curves=Guide.of(directory).curves)
 
     recipe = Recipe(
         stage="lite auto_awq",
@@ -98,6 +100,7 @@ def auto_awq(
         group_size=grid.group_size,
         sequential=feedback,
         carries=feedback and how.carry,
+        guide_samples=options.guide_samples if feedback else 0,
         tune_steps=options.tune_steps,
     )
     return run(source, Path(work_dir), recipe, common, progress)
@@ -122,12 +125,13 @@ def auto_gptq(
     recipe = Recipe(
         stage="lite auto_gptq",
         options=grid_options(grid) | rounding_options(how),
-        method=lambda dtype, _: gptq.method(grid, how, dtype=dtype, own=own),
+        method=lambda dtype, directory: gptq.method(grid, how, dtype=dtype, own=own, curves=Guide.of(directory).curves),
         sample=partial(integers, grid, how.act_order),
         formats=(*gptq_names, "compressed-tensors", "auto_round", *uniform),
         group_size=grid.group_size,
         sequential=True,
         carries=how.carry,
+        guide_samples=options.guide_samples,
         tune_steps=options.tune_steps,
     )
     return run(source, Path(work_dir), recipe, common, progress)
@@ -223,6 +227,8 @@ def search(
     if not linears:
         raise UsageError("--skip, --include: no linear of a layer is left to choose for")
     in_gguf = common.format == gguf.FORMAT
+    if in_gguf and options.guide_samples:
+        raise UsageError("--guide-samples: not with --format gguf, whose blocks have a search of their own")
     words = _stored_shapes(source) if common.format in ("gptq_v2", "auto_round") else {}
     costs = finder.Costs(True, finder.in_gguf) if in_gguf else finder.Costs(words=words)
     if size is not None and not in_gguf:
@@ -243,12 +249,12 @@ def search(
             found["artifact_bytes"] = size - (budget - sum(own.cost for own in best)) // 8
         return found
 
-    def method(dtype: torch.dtype, _: Path) -> awq.Method:
+    def method(dtype: torch.dtype, directory: Path) -> awq.Method:
         def scaler(site: Site, weights: Mapping[str, torch.Tensor], gram: Gram) -> torch.Tensor | None:
             own = chosen.get(site.linears[0].name, grid)
             return awq.site_scale(site, weights, gram, grid=own, search=True, dtype=dtype)
 
-        return gptq.method(grid, how, dtype=dtype, scaler=scaler, own=chosen)
+        return gptq.method(grid, how, dtype=dtype, scaler=scaler, own=chosen, curves=Guide.of(directory).curves)
 
     recipe = Recipe(
         stage="lite search",
@@ -259,6 +265,7 @@ def search(
         sequential=True,
         carries=how.carry,
         prepare=prepare,
+        guide_samples=0 if in_gguf else options.guide_samples,
         tune_steps=options.tune_steps,
         beside=len(source.spec.layers) * SAMPLES,
         round_outer=size is not None,

@@ -23,7 +23,7 @@ class Common(OnRay):
     preset: str = option(
         "balanced",
         "How much effort: fast (16 samples, AWQ rounds to nearest, no tuning, 4k tokens measured), balanced, or best "
-        "(128 samples, 192 steps of tuning). Other options go before it.",
+        "(128 samples, gradients of all). Other options go before it.",
     )
     calib_dataset: str = option(
         "self",
@@ -93,6 +93,11 @@ class Awq:
         "GPTQ: what rounding has changed in the residual stream is made up for by the linears behind that write to it.",
         "--carry-error/--no-carry-error",
     )
+    guide_samples: int | None = option(
+        None,
+        "GPTQ: of so many samples gradients tell what an error of each token and output does to the predictions, and "
+        "rounding goes by that; 0: none. Default: the preset's (balanced: 32, best: 128).",
+    )
     desc_act: bool = option(False, "GPTQ: columns with the largest inputs first.")
     static_groups: bool = option(
         True,
@@ -102,7 +107,7 @@ class Awq:
     tune_steps: int | None = option(
         None,
         "Steps by which all scales and norms are then tuned together, so that the model predicts what it did; 0: "
-        "none. Left out: the preset's (balanced: 64), where --cache-memory allows it.",
+        "none. Left out: the preset's (balanced: 64), where --cache-memory allows it and no gradients guide.",
     )
 
 
@@ -114,6 +119,7 @@ class Gptq:
     damp: float = same_option(Awq, "damp")
     shrink: float = same_option(Awq, "shrink")
     carry_error: bool = same_option(Awq, "carry_error")
+    guide_samples: int | None = same_option(Awq, "guide_samples")
     desc_act: bool = same_option(Awq, "desc_act")
     static_groups: bool = same_option(Awq, "static_groups")
     tune_steps: int | None = same_option(Awq, "tune_steps")
@@ -157,6 +163,7 @@ class Search:
     damp: float = same_option(Awq, "damp")
     shrink: float = same_option(Awq, "shrink")
     carry_error: bool = same_option(Awq, "carry_error")
+    guide_samples: int | None = same_option(Awq, "guide_samples")
     tune_steps: int | None = same_option(Awq, "tune_steps")
 
 

@@ -11,6 +11,7 @@ from toolkit.quant.layers.lazy import KEEP
 from toolkit.quant.layers.probe import WINDOW
 from toolkit.quant.layers.source import LayerSource, module_bytes
 from toolkit.quant.layers.statistics import in_turns
+from toolkit.quant.methods import guide
 from toolkit.quant.methods.gptq import EXACT, batches
 
 BASE = 350 << 20  # the interpreter with torch and the libraries that it loads
@@ -20,6 +21,7 @@ MATRICES = 2  # of inputs × inputs beside the statistics themselves while a Hes
 EXACT_MATRICES = 5  # … in float64, where it is small
 KEPT_MATRICES = 1  # … and while weights are rounded: its factor
 COPIES = 3  # of the linears that are rounded together: read, scaled, ordered or their update
+CURVES = 3  # of a linear's outputs × outputs while its rows are rounded: as read, in order, factored
 WHOLE = 3  # copies of a layer where a library tunes it as a whole …
 OUTPUTS = 5  # … and of its outputs for the text, beside the inputs that it is handed (measured: 4 to 4.6)
 FLOAT = 4
@@ -57,18 +59,19 @@ def plan_memory(
     whole_layers: bool = False,
     products: bool = True,
     carries: bool = False,
+    guided: bool = False,
 ) -> Plan:
     """What quantizing ``source`` takes. ``cache_memory``: GiB; 0 ``samples``: no text is read; ``tuning``: bytes that
     tuning takes afterwards; ``head``: whether it is quantized too; ``whole_layers``: whether the method has a layer in
     memory as a whole; ``products``: whether it takes XᵀX; ``carries``: whether it compares the residual stream, and has
-    the text twice."""
+    the text twice; ``guided``: whether gradients guide its rounding."""
     spec = source.spec
     text_bytes = (1 + carries) * samples * seqlen * spec.hidden_size * FLOAT
     activations = text_bytes + 2 * eval_tokens * spec.hidden_size * FLOAT
     disk = max(0, activations - int(cache_memory * (1 << 30)))
     grams = samples > 0 and products
     text, window = min(batch_size, samples) * seqlen, min(WINDOW, eval_tokens)
-    peaks = [_layer(layer, grams, text, window, whole_layers, carries) for layer in set(spec.layers)]
+    peaks = [_layer(layer, grams, text, window, whole_layers, carries, guided) for layer in set(spec.layers)]
     if whole_layers:  # two texts; those in files are read whole
         peaks = [peak + min(disk, text_bytes) + OUTPUTS * text_bytes // 2 for peak in peaks]
     table = LinearSpec(spec.head, spec.hidden_size, spec.head_size)
@@ -80,7 +83,7 @@ def plan_memory(
     return Plan(BASE + max(peaks) + activations - disk, activations, disk)
 
 
-def _layer(layer: LayerSpec, grams: bool, text: int, window: int, whole: bool, carries: bool) -> int:
+def _layer(layer: LayerSpec, grams: bool, text: int, window: int, whole: bool, carries: bool, guided: bool) -> int:
     """What going through one layer takes: while statistics are taken, while it is rounded, while it is measured.
     ``text``, ``window``: tokens at once of calibration and held-out text."""
     linears, sites = layer.linears(), layer_sites(layer)
@@ -97,9 +100,10 @@ def _layer(layer: LayerSpec, grams: bool, text: int, window: int, whole: bool, c
     if grams:  # the text goes through the quantized layer too
         probing = max(forward, probing)
     kept = BUFFERS + min(size, KEEP)
-    return kept + max(
-        GAPS * largest + max(statistics + forward, 2 * missing + _rounding(sites, grams)), measured + probing
-    )
+    rounding = 2 * missing + _rounding(sites, grams)
+    if guided:
+        rounding = max(rounding + CURVES * max(map(guide.curve_bytes, linears)), guide.needed(layer) + forward)
+    return kept + max(GAPS * largest + max(statistics + forward, rounding), measured + probing)
 
 
 def _rounding(sites: list[Site], grams: bool) -> int:

@@ -9,11 +9,13 @@ from toolkit.errors import UsageError
 
 @dataclass(frozen=True)
 class Preset:
-    """``calib_samples``: None for as many as ``calibration.make_plan`` takes by itself. ``tune_steps``: of
-    ``tune.tune`` where memory allows it; ``tune_steps_8bit``: the same after ``smooth_quant``. ``iters``: of auto-round
-    a block. ``eval_tokens``: of the held-out text. ``rounding``: what ``auto_awq`` rounds by."""
+    """``calib_samples``: None for as many as ``calibration.make_plan`` takes by itself. ``guide_samples``: of them,
+    whose gradients guide the rounding. ``tune_steps``: of ``tune.tune`` where memory allows it and nothing guides;
+    ``tune_steps_8bit``: the same after ``smooth_quant``. ``iters``: of auto-round a block. ``eval_tokens``: of the
+    held-out text. ``rounding``: what ``auto_awq`` rounds by."""
 
     calib_samples: int | None
+    guide_samples: int
     tune_steps: int
     tune_steps_8bit: int
     iters: int
@@ -21,15 +23,11 @@ class Preset:
     rounding: str
 
 
+MEASURED = 24576  # all of the held-out text for most tokenizers
 PRESETS = {
-    "fast": Preset(calib_samples=16, tune_steps=0, tune_steps_8bit=0, iters=50, eval_tokens=4096, rounding="nearest"),
-    # 24,576 tokens are all of the held-out text for most tokenizers
-    "balanced": Preset(
-        calib_samples=None, tune_steps=64, tune_steps_8bit=0, iters=200, eval_tokens=24576, rounding="gptq"
-    ),
-    "best": Preset(
-        calib_samples=128, tune_steps=192, tune_steps_8bit=64, iters=1000, eval_tokens=24576, rounding="gptq"
-    ),
+    "fast": Preset(16, 0, tune_steps=0, tune_steps_8bit=0, iters=50, eval_tokens=4096, rounding="nearest"),
+    "balanced": Preset(None, 32, tune_steps=64, tune_steps_8bit=0, iters=200, eval_tokens=MEASURED, rounding="gptq"),
+    "best": Preset(128, 128, tune_steps=192, tune_steps_8bit=64, iters=1000, eval_tokens=MEASURED, rounding="gptq"),
 }
 
 

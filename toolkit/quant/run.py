@@ -42,6 +42,7 @@ from toolkit.quant.layers.result import Method, storable_bits
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.spill import Spill
 from toolkit.quant.layers.statistics_file import SavedStatistics, open_statistics
+from toolkit.quant.methods.guide import Guide, choose_samples, stored_bytes
 from toolkit.quant.methods.tune import KEY, choose_steps, most_samples, needed, tune
 from toolkit.quant.opening import check_alone, check_common, choose, read_text, store_dtype, targets
 from toolkit.quant.options import Common
@@ -90,7 +91,8 @@ class Recipe:
     beforehand. ``group_size``: see ``write_layers``. ``sequential``, ``carries``, ``products``: see
     ``layerwise.Setting``.
     ``calibrated``: whether the method reads text at all. ``prepare``: what is to be done with the whole model before
-    its layers, returning figures for ``quality``. ``tune_steps``: of the tuning afterwards, None for the default where
+    its layers, returning figures for ``quality``. ``guide_samples``: whose gradients guide its rounding, None for the
+    preset's. ``tune_steps``: of the tuning afterwards, None for the default where
     it fits ``--cache-memory``. ``whole_layers``: whether ``prepare`` has a layer in memory as a whole; ``texts``: how
     often it has the text's activations; ``beside``: how many samples go through the layers beside the text. ``extra``:
     fields added to the checkpoint's ``quantization_config``. ``round_outer``: in a GGUF file the embedding and head are
@@ -108,6 +110,7 @@ class Recipe:
     products: bool = True
     calibrated: bool = True
     prepare: Callable[[Prepared], dict[str, Any]] | None = None
+    guide_samples: int | None = 0
     tune_steps: int | None = 0
     whole_layers: bool = False
     texts: int = 1
@@ -138,6 +141,7 @@ def tell_plan(
     beside: int = 0,
     products: bool = True,
     carries: bool = False,
+    guided: bool = False,
 ) -> Plan:
     """Say, and return, how much memory the run will take. ``plan``: of the text, None where none is read; ``texts``,
     ``beside``: see ``Recipe``; the rest as for ``plan_memory``."""
@@ -146,6 +150,7 @@ def tell_plan(
         source, samples=samples, seqlen=seqlen, batch_size=common.batch_size, eval_tokens=eval_tokens,
         cache_memory=common.cache_memory, tuning=needed(source, seqlen, tune_steps) if tune_steps else 0,
         head=common.quantize_lm_head, whole_layers=whole_layers, products=products, carries=carries,
+        guided=guided,
     )  # fmt: skip
     common.notice(memory.line())
     return memory
@@ -167,15 +172,18 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     text = read_text(source, common) if recipe.calibrated and common.calibration is None else None
     plan = text.plan if text else None
     hindrance = "not with --format gguf" if form == gguf.FORMAT else None
-    tune_steps = choose_steps(
-        source, recipe.tune_steps, common.effort.tune_steps, plan, common.cache_memory, hindrance, common.notice
+    guided = choose_samples(
+        source, recipe.guide_samples, common.effort.guide_samples, plan, common.cache_memory, common.notice
     )
+    usual = 0 if guided else common.effort.tune_steps  # it adds nothing to what gradients bring
+    tune_steps = choose_steps(source, recipe.tune_steps, usual, plan, common.cache_memory, hindrance, common.notice)
     memory = tell_plan(
         source, common, plan, eval_tokens=common.measured, tune_steps=tune_steps, whole_layers=recipe.whole_layers,
-        texts=recipe.texts, beside=recipe.beside, products=recipe.products,
-        carries=recipe.carries and common.calibration is None,
+        texts=recipe.texts, beside=max(recipe.beside, guided * (len(source.spec.layers) + 2)), products=recipe.products,
+        carries=recipe.carries and common.calibration is None, guided=guided > 0,
     )  # fmt: skip
-    room = disk_bytes(source, targets(source, selection), recipe.sample, dtype, memory.disk)
+    beside = memory.disk + (stored_bytes(source.quantizable()) if guided else 0)
+    room = disk_bytes(source, targets(source, selection), recipe.sample, dtype, beside)
     common.notice(f"disk: about {show_size(room)} at {work_dir}, while it runs")
     check_room(work_dir, room, common.overwrite)
     progress("reading the model", 0, 1)
@@ -192,6 +200,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     }
     options |= {k: list(v) for k, v in (("skip", common.skip), ("include", common.include)) if v}
     options |= {"quantize_lm_head": True} if selection.head else {}
+    options |= {"guide_samples": guided} if guided else {}
     options |= {"tune_steps": tune_steps} if tune_steps else {}
     with open_stage(
         work_dir, kind="quantized", stage=recipe.stage, parent=parent, options=options, overwrite=common.overwrite
@@ -205,10 +214,10 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
             products=recipe.products,
             saved=statistics.grams if statistics else None if recipe.calibrated else lambda index: {},
         )  # fmt: skip
-        _tell_time(source, stage, setting, recipe, plan, common, parent["digest"], tune_steps)
+        _tell_time(source, stage, setting, recipe, plan, common, parent["digest"], guided, tune_steps)
         spread = _spread(common, source, setting, statistics)
         quality = _quantize(
-            source, stage, setting, recipe, text, common, parent["digest"], tune_steps, progress, spread
+            source, stage, setting, recipe, text, common, parent["digest"], guided, tune_steps, progress, spread
         )
         progress("writing", 0, 1)
         if form == gguf.FORMAT:
@@ -231,6 +240,7 @@ def _tell_time(
     plan: CalibrationPlan | None,
     common: Common,
     digest: str,
+    guided: int,
     tune_steps: int,
 ) -> None:
     """Say how long the run will take, and whether it goes on where an earlier one was."""
@@ -248,6 +258,7 @@ def _tell_time(
         layers=count - done,
         passes=1 + setting.sequential + setting.carries,
         products=setting.products and plan is not None,
+        guided=guided,
         tune_steps=0 if KEY in there else tune_steps,
         iters=recipe.options.get("iters", 0),
         eval_tokens=common.measured,
@@ -263,6 +274,7 @@ def _quantize(
     text: CalibrationText | None,
     common: Common,
     digest: str,
+    guided: int,
     tune_steps: int,
     progress: Progress,
     spread: Spread | None,
@@ -278,10 +290,14 @@ def _quantize(
         progress(recipe.stage.removeprefix("lite "), 0, 1)
         with spill_of(stage, common) as spill:
             found = recipe.prepare(Prepared(ids, scratch_of(stage), table, setting, progress, spill))
+    known = Guide.of(scratch_of(stage))
+    if guided:
+        with spill_of(stage, common) as spill:
+            known.measure(source, ids, guided, setting.device, spill, partial(progress, "taking gradients"))
     heldout = torch.tensor(tokenizer.encode(heldout_text(common.measured))[: common.measured])
     source.check_tokens(heldout)
     with spill_of(stage, common) as spill:
-        flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
+        flow = Flow(source, ids, table, setting.device, setting.batch_size, spill, known.tokens)
         exact = Flow(source, ids, table, setting.device, setting.batch_size, spill) if setting.carries else None
         probe = Probe(source.spec, table, heldout, setting.device, spill, source.added)
         del table

@@ -25,7 +25,7 @@ from toolkit.quant.layers.probe import Probe
 from toolkit.quant.layers.result import LayerResult, LinearReport, Made, Method, from_state, to_state
 from toolkit.quant.layers.source import LayerSource, linear_bytes, module_bytes
 from toolkit.quant.layers.spill import Spill, Tensors
-from toolkit.quant.layers.statistics import PANEL, Gram, Statistics, Taken, in_turns
+from toolkit.quant.layers.statistics import PANEL, Gram, Statistics, Taken, Weigh, all_alike, in_turns
 from toolkit.quant.selection import Selection, head_site
 
 Progress = Callable[[int, int], None]
@@ -60,7 +60,8 @@ class Enough(Exception):
 
 class Flow:
     """Calibration text on its way through the layers. ``token_ids`` [samples, length]; ``table``: the embedding;
-    ``batch_size``: samples at once, at most; ``spill``: where it is kept between them (None: in memory)."""
+    ``batch_size``: samples at once, at most; ``spill``: where it is kept between them (None: in memory); ``weigh``: how
+    much its tokens count at a site, see ``Statistics``."""
 
     def __init__(
         self,
@@ -70,9 +71,10 @@ class Flow:
         device: torch.device,
         batch_size: int,
         spill: Spill | None = None,
+        weigh: Weigh = all_alike,
     ) -> None:
         keep_freed(small=all(linear_bytes(layer) <= KEEP // 4 for layer in source.spec.layers))
-        self.source, self.device = source, device
+        self.source, self.device, self.weigh = source, device, weigh
         self.layers = 0  # that it is behind
         few = max(1, CPU_TOKENS // token_ids.shape[1])
         self.batch_size = min(batch_size, few) if device.type == "cpu" else batch_size
@@ -107,7 +109,7 @@ class Flow:
         groups = in_turns(sites) if products else [[site.name for site in reversed(sites)]]
 
         def look(names: Sequence[str]) -> dict[str, Gram]:
-            statistics, narrowed = Statistics(names, products), narrow(weights, self.device)
+            statistics, narrowed = Statistics(names, products, self.weigh), narrow(weights, self.device)
 
             def observe(name: str, x: Tensor) -> None:
                 statistics.observe(name, x)
@@ -126,7 +128,7 @@ class Flow:
 
         if not advance or len(groups) > 1:
             return Taken(groups, look), False
-        statistics = Statistics([name for group in groups for name in group], products)
+        statistics = Statistics([name for group in groups for name in group], products, self.weigh)
         self.advance(index, layer, weights, statistics.observe)
         return Taken(groups, lambda names: self._finite(index, statistics.finish())), True
 

@@ -102,14 +102,34 @@ class Gram:
             self.xtx[a + PANEL :, a : a + PANEL] = self.xtx[a : a + PANEL, a + PANEL :].T
 
 
+Weigh = Callable[[str], Tensor | None]
+"""How much each row of a site counts, in the order they come, 1 in the mean; None: all alike."""
+
+
+def all_alike(site: str) -> None:
+    """Rows count the same."""
+
+
+def shrink(xtx: Tensor, share: float) -> Tensor:
+    """``xtx`` lessened by ``share``, in place, where it tells of two inputs together; what it says of each alone stays.
+
+    How large an input is differs little from text to text; which inputs go together differs much. Error feedback that
+    trusts the calibration text in full makes up for errors along directions that another text does not have.
+    """
+    alone = xtx.diagonal().clone()
+    xtx.mul_(1 - share).diagonal().copy_(alone)
+    return xtx
+
+
 class Statistics:
     """Grams of the sites called ``names``, by name, with XᵀX if ``products``; pass ``observe`` to ``layer_forward``.
     ``lacks``: what the residual stream lacks, by the sites that come next and write to it."""
 
-    def __init__(self, names: Collection[str], products: bool = True) -> None:
-        self.names, self.products = names, products
+    def __init__(self, names: Collection[str], products: bool = True, weigh: Weigh = all_alike) -> None:
+        self.names, self.products, self.weigh = names, products, weigh
         self.grams: dict[str, Gram] = {}
         self.lacks: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor | None] = {}  # of the rows to come
 
     def observe(self, name: str, x: Tensor) -> None:
         if name not in self.names:
@@ -117,7 +137,13 @@ class Statistics:
         gram = self.grams.get(name)
         if gram is None:
             gram = self.grams[name] = Gram.empty(x.shape[1], x.device, self.products)
-        gram.add(x, self.lacks.pop(name, None))
+            self.weights[name] = self.weigh(name)
+        lacks, weights = self.lacks.pop(name, None), self.weights[name]
+        if weights is not None:
+            share = weights[: len(x)].to(x.device).sqrt()[:, None]
+            self.weights[name] = weights[len(x) :]
+            x, lacks = x * share, None if lacks is None else lacks * share
+        gram.add(x, lacks)
 
     def finish(self) -> dict[str, Gram]:
         """Complete the sums and hand them over. A site that saw no row is absent."""

@@ -22,8 +22,8 @@ from toolkit.measure.errors import relative_error
 from toolkit.models.sites import Site, modules
 from toolkit.models.spec import LinearSpec
 from toolkit.quant.layers.result import LinearReport, Made, Method, by_site
-from toolkit.quant.layers.statistics import Gram
-from toolkit.quant.methods import carried
+from toolkit.quant.layers.statistics import Gram, shrink
+from toolkit.quant.methods import carried, guide
 from toolkit.quant.methods.awq import Grid, inputs_after, search_clip
 from toolkit.quant.methods.grid import grid_of, group_range, no_scale, round_to
 from toolkit.quant.options import Gptq
@@ -69,7 +69,18 @@ class Rounded:
     zero: Tensor
     group_index: Tensor | None
 
+    def dense(self) -> Tensor:
+        """The weights that it stands for."""
+        index = self.group_index
+        if index is None:
+            index = torch.arange(self.codes.shape[1], device=self.codes.device) // (
+                self.codes.shape[1] // self.scale.shape[1]
+            )
+        return (self.codes - self.zero[:, index]) * self.scale[:, index]
 
+
+Curves = Callable[[str], Sequence[Tensor] | None]
+"""What errors of a linear's outputs do beside each other, by its name: ``guide.Guide.curves``."""
 Scaler = Callable[[Site, Mapping[str, Tensor], Gram], Tensor | None]
 """The scale of a site before it is rounded: ``awq.site_scale`` with its settings bound."""
 
@@ -81,11 +92,12 @@ def method(
     dtype: torch.dtype,
     scaler: Scaler | None = None,
     own: Mapping[str, Grid] = MappingProxyType({}),
+    curves: Curves = lambda name: None,
 ) -> Method:
     """GPTQ as a layer-wise method, on weights that ``scaler`` scaled first where one is given.
 
     ``grid.group_size`` -1: one group a row. ``dtype``: what dense tensors are stored as. ``own``: linears, by name,
-    that have another grid than ``grid``; those that share an input share it.
+    that have another grid than ``grid``; those that share an input share it. ``curves``: see ``guide.py``.
     """
     scaled = "gptq" if scaler is None else "awq+gptq"
 
@@ -99,7 +111,7 @@ def method(
             del moved
         del gram
         factor = None if at.ggml else inverse_factor(xtx, rounding)
-        for linear, code in round_site(site.linears, folded, xtx, at, rounding, factor):
+        for linear, code in round_site(site.linears, folded, xtx, at, rounding, factor, curves):
             error = relative_error(folded[linear.name], code, xtx)
             yield Made(linear.name, code, LinearReport(linear.name, how, at.bits, at.group_size, error))
         folded.changes.clear()
@@ -109,13 +121,15 @@ def method(
 
 def round_site(
     linears: Sequence[LinearSpec],
-    weights: Mapping[str, Tensor],
+    weights: Folded,
     xtx: Tensor,
     grid: Grid,
     rounding: Rounding,
     factor: Factor | None,
+    curves: Curves,
 ) -> Iterator[tuple[LinearSpec, GroupInt]]:
-    """Codes of the linears that share an input: rows do not touch each other, so they are rounded some linears at once.
+    """Codes of the linears that share an input: those in ``curves`` one by one, of others some at once, as their rows
+    do not touch each other.
 
     ``factor``: ``inverse_factor`` of the same ``xtx``. To a type with super-blocks linears are rounded without error
     feedback, columns weighted by their mean squared input.
@@ -124,7 +138,14 @@ def round_site(
         yield from ((x, _super_blocks(weights[x.name], grid.ggml, xtx, x.name)) for x in linears)
         return
     assert factor is not None
-    for batch in batches(linears):
+    rest = []
+    for linear in linears:
+        if (found := curves(linear.name)) is None:
+            rest.append(linear)
+        else:
+            rounded = round_rows(weights, linear.name, factor, grid, rounding, found)
+            yield linear, _split(rounded, [linear], weights, grid)[0]
+    for batch in batches(rest) if rest else ():
         # the whole is let go of before its parts are handed out
         codes = _split(round_columns(_rows(batch, weights), factor, grid, rounding), batch, weights, grid)
         while codes:
@@ -230,15 +251,26 @@ def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
     return Factor(order, xtx, upper.to(xtx.dtype), rounding.shrink)
 
 
-def shrink(xtx: Tensor, share: float) -> Tensor:
-    """Lessen by ``share``, in place, what ``xtx`` says of two inputs together; what it says of each alone stays.
-
-    How large an input is differs little from text to text; which inputs go together differs much. Error feedback that
-    trusts the calibration text in full makes up for errors along directions that another text does not have.
-    """
-    alone = xtx.diagonal().clone()
-    xtx.mul_(1 - share).diagonal().copy_(alone)
-    return xtx
+def round_rows(
+    weights: Folded, name: str, factor: Factor, grid: Grid, rounding: Rounding, curves: Sequence[Tensor]
+) -> Rounded:
+    """Round a linear by blocks of rows, each changed first for what the blocks before have lost. ``curves``: its H, of
+    every so-manieth row."""
+    whole, divisor = weights[name], weights.rows.get(name)
+    order, made = [], []
+    for part, curve in enumerate(curves):
+        rows = torch.arange(part, len(whole), len(curves), device=whole.device)
+        weight = whole[rows]
+        lost = torch.zeros_like(weight)
+        own = None if divisor is None else divisor[rows, 0]
+        for block, pull, before in guide.blocks(curve.to(whole), own, rounding.shrink):
+            target = weight[block].addmm_(pull, lost[before])
+            made.append(round_columns(target, factor, grid, rounding))
+            lost[block] = weight[block] - made[-1].dense()
+            order.append(rows[block])
+    back = torch.argsort(torch.cat(order))
+    codes, scale, zero = (torch.cat([getattr(x, part) for x in made])[back] for part in ("codes", "scale", "zero"))
+    return Rounded(codes, scale, zero, made[0].group_index)
 
 
 def round_columns(weight: Tensor, factor: Factor, grid: Grid, rounding: Rounding) -> Rounded:

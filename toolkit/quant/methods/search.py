@@ -184,7 +184,8 @@ def measure(source: LayerSource, selection: Selection, run: Prepared, costs: Cos
         found: list[Unit] = []
         with torch.inference_mode(False), torch.no_grad():
             ids, progress = run.ids[:SAMPLES].clone(), partial(run.progress, "weighing widths")
-            for i, weights, felt in feel(source, ids, run.setting.device, run.spill, progress):
+            begin = partial(Felt, ids.numel())
+            for i, weights, felt in feel(source, ids, run.setting.device, run.spill, progress, begin):
                 sites = selection.sites(source.spec.layers[i])
                 units = units_of(sites).items()
                 found[:0] = [_weigh(name, own, weights, felt, costs) for name, own in units]

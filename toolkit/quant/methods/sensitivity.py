@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -62,59 +63,78 @@ class Felt:
         gram.rows += len(x)
 
     def linear(self, name: str, weights: Weights) -> Callable[[Tensor], Tensor]:
-        """The linear as it is, which notes what passes."""
-        weight, bias = weights[name], weights.get(f"{name}.bias")
-
-        def back(g: Tensor) -> None:
-            self.passed[name].gradient += g.float().square().sum() / len(weight)
-
-        def call(x: Tensor) -> Tensor:
-            rows = x.detach().reshape(-1, x.shape[-1]).float()
-            squares = rows.square().sum(0)
-            found = self.passed.setdefault(name, Passed(torch.zeros_like(squares), torch.zeros((), device=rows.device)))
+        def seen(x: Tensor, g: Tensor) -> None:
+            squares = x.square().sum(0)
+            found = self.passed.setdefault(name, Passed(torch.zeros_like(squares), torch.zeros((), device=x.device)))
             found.inputs += squares
-            found.rows += len(rows)
-            y = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-            y.register_hook(back)
-            return y
+            found.gradient += g.square().sum() / g.shape[1]
+            found.rows += len(x)
 
-        return call
+        return passing(name, weights, seen)
+
+
+class Listener(Protocol):
+    """What looks at one layer. ``linear``: the linear called so, which tells what passes (``passing``)."""
+
+    def observe(self, site: str, x: Tensor) -> None: ...
+    def linear(self, name: str, weights: Weights) -> Callable[[Tensor], Tensor]: ...
+
+
+Looks = TypeVar("Looks", bound=Listener)
+
+
+def passing(name: str, weights: Weights, seen: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor], Tensor]:
+    """The linear as it is. ``seen`` gets each time its inputs [tokens, in] and the gradients by its outputs [tokens,
+    out], float32, once these are there."""
+    weight, bias = weights[name], weights.get(f"{name}.bias")
+
+    def call(x: Tensor) -> Tensor:
+        rows = x.detach().reshape(-1, x.shape[-1])
+        y = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        y.register_hook(lambda g: seen(rows.float(), g.reshape(-1, g.shape[-1]).float()))
+        return y
+
+    return call
 
 
 def feel(
-    source: LayerSource, ids: Tensor, device: torch.device, spill: Spill, told: Callable[[int, int], None]
-) -> Iterator[tuple[int, Weights, Felt]]:
-    """For every layer, the last first: its index, its weights, and what the text ``ids`` [samples, length] tells of its
-    linears. ``spill``: where the text is held as it is before each layer; ``told``: of layers gone through, both ways.
+    source: LayerSource,
+    ids: Tensor,
+    device: torch.device,
+    spill: Spill,
+    told: Callable[[int, int], None],
+    begin: Callable[[], Looks],
+) -> Iterator[tuple[int, Weights, Looks]]:
+    """For every layer, the last first: its index, its weights, and what has looked at it (``begin`` makes it) while the
+    text ``ids`` [samples, length] passed there and back. ``spill``: where the text is held as it is before each layer;
+    ``told``: of layers gone through, both ways.
     """
     layers, count = source.spec.layers, len(source.spec.layers)
     outer = source.outer_weights(device)
-    x = embed(source.spec, outer[source.spec.embed], ids.to(device), source.rows, source.added).cpu()
-    before = []
+    table, one_by_one = outer[source.spec.embed], ids.to(device).split(1)
+    before = [Tensors((embed(source.spec, table, x, source.rows, source.added).cpu() for x in one_by_one), spill)]
     for i, layer in enumerate(layers):
         told(i, 2 * count)
-        before.append(Tensors([x], spill))
         narrowed = narrow(source.layer(i, device), device)
         with in_bf16(device):
-            x = torch.cat([layer_forward(layer, narrowed, rows.to(device)).float().cpu() for rows in x.split(1)])
+            behind = (layer_forward(layer, narrowed, x.to(device)).float().cpu() for x in before[-1])
+            before.append(Tensors(behind, spill))
     draw = torch.Generator(device).manual_seed(0)
-    gradient = torch.cat([_drawn(source.spec, outer, rows.to(device), draw).cpu() for rows in x.split(1)])
+    gradients = Tensors((_drawn(source.spec, outer, x.to(device), draw).cpu() for x in before.pop()), spill)
     for i in reversed(range(count)):
         told(2 * count - 1 - i, 2 * count)
-        weights, felt = source.layer(i, device), Felt(ids.numel())
+        weights, looks = source.layer(i, device), begin()
         narrowed = narrow(weights, device)
         names = [x.name for site in layer_sites(layers[i]) for x in site.linears]
-        called = Called(narrowed, {name: felt.linear(name, narrowed) for name in names})
-        found = []
-        for rows, after in zip(before.pop()[0].split(1), gradient.split(1), strict=True):
-            leaf = rows.clone().to(device).requires_grad_()
+        called = Called(narrowed, {name: looks.linear(name, narrowed) for name in names})
+        for j, x in enumerate(before.pop()):
+            leaf = x.clone().to(device).requires_grad_()
             with torch.enable_grad(), in_bf16(device):
-                y = layer_forward(layers[i], called, leaf, felt.observe).float()
-            y.backward(after.to(device))
+                y = layer_forward(layers[i], called, leaf, looks.observe).float()
+            y.backward(gradients[j].to(device))
             assert leaf.grad is not None
-            found.append(leaf.grad.cpu())
-        gradient = torch.cat(found)
-        yield i, weights, felt
+            gradients[j] = leaf.grad.cpu()
+        yield i, weights, looks
 
 
 def _drawn(spec: DecoderSpec, outer: Weights, hidden: Tensor, draw: torch.Generator) -> Tensor:
