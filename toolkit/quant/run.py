@@ -42,7 +42,7 @@ from toolkit.quant.layers.result import Method, storable_bits
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.spill import Spill
 from toolkit.quant.layers.statistics_file import SavedStatistics, open_statistics
-from toolkit.quant.methods.guide import Guide, choose_samples, stored_bytes
+from toolkit.quant.methods.guide import AT_ONCE, Guide, choose_samples, stored_bytes
 from toolkit.quant.methods.tune import KEY, choose_steps, most_samples, needed, tune
 from toolkit.quant.opening import check_alone, check_common, choose, read_text, store_dtype, targets
 from toolkit.quant.options import Common
@@ -177,13 +177,14 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     )
     usual = 0 if guided else common.effort.tune_steps  # it adds nothing to what gradients bring
     tune_steps = choose_steps(source, recipe.tune_steps, usual, plan, common.cache_memory, hindrance, common.notice)
+    beside = max(recipe.beside, min(guided, AT_ONCE) * (len(source.spec.layers) + 2))
     memory = tell_plan(
         source, common, plan, eval_tokens=common.measured, tune_steps=tune_steps, whole_layers=recipe.whole_layers,
-        texts=recipe.texts, beside=max(recipe.beside, guided * (len(source.spec.layers) + 2)), products=recipe.products,
+        texts=recipe.texts, beside=beside, products=recipe.products,
         carries=recipe.carries and common.calibration is None, guided=guided > 0,
     )  # fmt: skip
-    beside = memory.disk + (stored_bytes(source.quantizable()) if guided else 0)
-    room = disk_bytes(source, targets(source, selection), recipe.sample, dtype, beside)
+    gradients = stored_bytes(source.quantizable()) if guided else 0
+    room = disk_bytes(source, targets(source, selection), recipe.sample, dtype, memory.disk + gradients)
     common.notice(f"disk: about {show_size(room)} at {work_dir}, while it runs")
     check_room(work_dir, room, common.overwrite)
     progress("reading the model", 0, 1)
@@ -292,8 +293,8 @@ def _quantize(
             found = recipe.prepare(Prepared(ids, scratch_of(stage), table, setting, progress, spill))
     known = Guide.of(scratch_of(stage))
     if guided:
-        with spill_of(stage, common) as spill:
-            known.measure(source, ids, guided, setting.device, spill, partial(progress, "taking gradients"))
+        told = partial(progress, "taking gradients")
+        known.measure(source, ids, guided, setting.device, partial(spill_of, stage, common), told)
     heldout = torch.tensor(tokenizer.encode(heldout_text(common.measured))[: common.measured])
     source.check_tokens(heldout)
     with spill_of(stage, common) as spill:

@@ -13,6 +13,7 @@ whose feedback goes both ways.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +40,7 @@ MOST_ROWS = 4096  # of one H: those of a larger linear are dealt out to several
 MOST_BLOCKS, FEWEST_ROWS = 15, 32  # blocks of rows; rows of one
 DAMP = 0.03  # share of H's mean diagonal that is added to it
 MOST_WEIGHT = 50.0  # of a token, by the mean of all
+AT_ONCE = 32  # samples whose activations are held, before every layer
 BLOCKS = 3  # in float32: as much as a layer takes without gradients
 DONE = "done"
 TOKENS = ".tokens"  # behind a site's name
@@ -150,28 +152,39 @@ class Guide:
         ids: Tensor,
         samples: int,
         device: torch.device,
-        spill: Spill,
+        spill: Callable[[], Spill],
         told: Callable[[int, int], None],
     ) -> None:
         """Send so many ``samples`` of the text ``ids`` [all samples, length], from all over it, through the original
-        model and back. A run that goes on has been there already."""
+        model and back, ``AT_ONCE``. ``spill`` gives room for their activations. A run that goes on has been there
+        already."""
         if (self.directory / DONE).is_file():
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.directory, ignore_errors=True)  # of a run that was killed
+        self.directory.mkdir(parents=True)
         some = torch.linspace(0, len(ids) - 1, min(samples, len(ids))).round().long()
-        listener = partial(Curvature, len(some), ids.shape[1])
+        groups = some.split(AT_ONCE)
         with torch.inference_mode(False), torch.no_grad():
-            for i, _, layer in feel(source, ids[some], device, spill, told, listener):
-                for site in layer_sites(source.spec.layers[i]):
-                    share = layer.weights(site)
-                    if share is not None and bool(torch.isfinite(share).all()):
-                        self._write(f"{site.name}{TOKENS}", [torch.ones(ids.shape).index_copy(0, some, share.cpu())])
-                for name in layer.whole:
-                    found = layer.found[name]
-                    sizes = [h.diagonal().mean() for h in found]
-                    if all(0 < float(size) < math.inf for size in sizes):
-                        self._write(name, [(h / size).bfloat16() for h, size in zip(found, sizes, strict=True)])
+            for g, group in enumerate(groups):
+                listener = partial(Curvature, len(group), ids.shape[1])
+                progress = partial(_one_of, told, g, len(groups))
+                with spill() as room:
+                    for i, _, layer in feel(source, ids[group], device, room, progress, listener, seed=g):
+                        self._note(layer, layer_sites(source.spec.layers[i]), ids.shape, group)
         write_whole(self.directory / DONE, b"")
+
+    def _note(self, layer: Curvature, sites: Sequence[Site], shape: torch.Size, group: Tensor) -> None:
+        """Keep what a group of samples tells of a layer, beside what others have."""
+        for site in sites:
+            share = layer.weights(site)
+            if share is not None and bool(torch.isfinite(share).all()):
+                before = self._read(f"{site.name}{TOKENS}") or [torch.ones(shape)]
+                self._write(f"{site.name}{TOKENS}", [before[0].index_copy(0, group, share.cpu())])
+        for name in layer.whole:
+            before = self._read(name) or [torch.zeros(())] * len(layer.found[name])
+            found = [own.cpu() + other for own, other in zip(layer.found[name], before, strict=True)]
+            if all(0 < float(h.diagonal().mean()) < math.inf for h in found):
+                self._write(name, [h.bfloat16() for h in found])
 
     def curves(self, name: str) -> list[Tensor] | None:
         """The H of a linear, its parts; None where nothing is known."""
@@ -183,13 +196,18 @@ class Guide:
         return None if found is None else found[0].flatten()
 
     def _write(self, name: str, parts: Sequence[Tensor]) -> None:
-        write_whole(self.directory / name, save({str(i): part.cpu() for i, part in enumerate(parts)}))
+        write_whole(self.directory / name, save({str(i): part for i, part in enumerate(parts)}))
 
     def _read(self, name: str) -> list[Tensor] | None:
         if not (self.directory / name).is_file():
             return None
         found = load_file(self.directory / name)
         return [found[str(i)].float() for i in range(len(found))]
+
+
+def _one_of(told: Callable[[int, int], None], index: int, count: int, done: int, total: int) -> None:
+    """Progress of one of so many rounds."""
+    told(index * total + done, count * total)
 
 
 def blocks(curve: Tensor, divisor: Tensor | None, share: float) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -104,10 +104,12 @@ def feel(
     spill: Spill,
     told: Callable[[int, int], None],
     begin: Callable[[], Looks],
+    seed: int = 0,
 ) -> Iterator[tuple[int, Weights, Looks]]:
     """For every layer, the last first: its index, its weights, and what has looked at it (``begin`` makes it) while the
     text ``ids`` [samples, length] passed there and back. ``spill``: where the text is held as it is before each layer;
-    ``told``: of layers gone through, both ways.
+    ``told``: of layers gone through, both ways;
+    ``seed``: of the tokens that are drawn.
     """
     layers, count = source.spec.layers, len(source.spec.layers)
     outer = source.outer_weights(device)
@@ -119,7 +121,7 @@ def feel(
         with in_bf16(device):
             behind = (layer_forward(layer, narrowed, x.to(device)).float().cpu() for x in before[-1])
             before.append(Tensors(behind, spill))
-    draw = torch.Generator(device).manual_seed(0)
+    draw = torch.Generator(device).manual_seed(seed)
     gradients = Tensors((_drawn(source.spec, outer, x.to(device), draw).cpu() for x in before.pop()), spill)
     for i in reversed(range(count)):
         told(2 * count - 1 - i, 2 * count)
