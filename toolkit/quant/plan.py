@@ -102,7 +102,8 @@ def _layer(layer: LayerSpec, grams: bool, text: int, window: int, whole: bool, c
     kept = BUFFERS + min(size, KEEP)
     rounding = 2 * missing + _rounding(sites, grams)
     if guided:
-        rounding = max(rounding + CURVES * max(map(guide.curve_bytes, linears)), guide.needed(layer) + forward)
+        curves = CURVES * max(map(guide.curve_bytes, guide.guided(layer)), default=0)
+        rounding = max(rounding + curves, guide.needed(layer) + forward)
     return kept + max(GAPS * largest + max(statistics + forward, rounding), measured + probing)
 
 

@@ -183,7 +183,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
         texts=recipe.texts, beside=beside, products=recipe.products,
         carries=recipe.carries and common.calibration is None, guided=guided > 0,
     )  # fmt: skip
-    gradients = stored_bytes(source.quantizable()) if guided else 0
+    gradients = stored_bytes(source.spec.layers) if guided else 0
     room = disk_bytes(source, targets(source, selection), recipe.sample, dtype, memory.disk + gradients)
     common.notice(f"disk: about {show_size(room)} at {work_dir}, while it runs")
     check_room(work_dir, room, common.overwrite)

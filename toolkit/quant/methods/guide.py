@@ -77,7 +77,12 @@ def choose_samples(
 
 def needed(layer: LayerSpec) -> int:
     """Bytes of a layer while gradients pass it: its weights, of which none can go before all are done, and its H."""
-    return sum(2 * x.in_features * x.out_features + curve_bytes(x) for x in layer.linears())
+    return sum(2 * x.in_features * x.out_features for x in layer.linears()) + sum(map(curve_bytes, guided(layer)))
+
+
+def guided(layer: LayerSpec) -> list[LinearSpec]:
+    """The linears that every token passes: no experts."""
+    return [x for sub in layer.sublayers if len(sub.mixer.mlps()) < 2 for x in sub.mixer.linears()]
 
 
 def curve_bytes(linear: LinearSpec) -> int:
@@ -90,9 +95,9 @@ def parts(rows: int) -> int:
     return -(-rows // MOST_ROWS)
 
 
-def stored_bytes(linears: Sequence[LinearSpec]) -> int:
+def stored_bytes(layers: Sequence[LayerSpec]) -> int:
     """Bytes of the files of ``Guide.measure``."""
-    return sum(map(curve_bytes, linears)) // 2
+    return sum(curve_bytes(x) for layer in layers for x in guided(layer)) // 2
 
 
 @dataclass
