@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,3 +21,11 @@ def quick_runs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, 
         return choose(source, wanted, 2, *rest)
 
     monkeypatch.setattr(toolkit.quant.run, "choose_steps", few)
+
+
+@pytest.fixture
+def harbour(tmp_path: Path) -> str:
+    """A little text to calibrate on."""
+    file = tmp_path / "text.txt"
+    file.write_text("The harbour was quiet, and nobody asked where the boats had gone. " * 100)
+    return str(file)

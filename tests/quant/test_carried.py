@@ -90,7 +90,8 @@ def test_less_is_left_in_the_stream_of_other_text(family: str, tiny_models: Any,
     common = Common(calib_samples=64, calib_seqlen=64, eval_tokens=256, dtype="float32")
     left = {}
     for carry in (False, True):
-        options = Gptq(w_bits=3, w_sym=False, w_group_size=32, carry_error=carry, tune_steps=0)
+        # without gradients, by which the predictions count and not the stream
+        options = Gptq(w_bits=3, w_sym=False, w_group_size=32, carry_error=carry, guide_samples=0, tune_steps=0)
         auto_gptq(str(model), tmp_path / str(carry), options, common=common)
         left[carry] = float((behind_layers(source, dense(tmp_path / str(carry)), ids) - exact).norm())
     assert left[True] < left[False], left

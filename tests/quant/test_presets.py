@@ -29,13 +29,6 @@ WORK = estimate.Work(
 RATES = estimate.Rates(exact=1e-5, rough=5e-6, product=1e-11, rounding=1e-10)
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    file = tmp_path / "text.txt"
-    file.write_text("The harbour was quiet, and nobody asked where the boats had gone. " * 100)
-    return str(file)
-
-
 def test_presets_are_one_table_and_options_go_before_them() -> None:
     common = Common()
     assert replace(LiteFlags().common(), notice=common.notice) == common
@@ -58,9 +51,9 @@ def test_a_run_without_words_is_the_balanced_one() -> None:
     [("fast", None, "awq"), ("balanced", None, "awq+gptq"), ("best", None, "awq+gptq"), ("best", "nearest", "awq")],
 )
 def test_all_presets_but_fast_round_with_error_feedback(
-    tiny_models: Any, tmp_path: Path, text: str, preset: str, rounding: str | None, method: str
+    tiny_models: Any, tmp_path: Path, harbour: str, preset: str, rounding: str | None, method: str
 ) -> None:
-    common = Common(preset=preset, calib_dataset=text, calib_samples=4, calib_seqlen=48, eval_tokens=64)
+    common = Common(preset=preset, calib_dataset=harbour, calib_samples=4, calib_seqlen=48, eval_tokens=64)
     found = auto_awq(str(tiny_models("llama")), tmp_path / "out", Awq(rounding=rounding, tune_steps=0), common=common)
     assert {linear["method"] for linear in found.quality["layers"]} == {method}
 
@@ -94,10 +87,10 @@ def test_awq_takes_a_product_for_every_scale_that_it_tries(tiny_models: Any) -> 
 
 
 def test_the_time_is_said_before_the_work_and_resuming_too(
-    tiny_models: Any, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+    tiny_models: Any, tmp_path: Path, harbour: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    common = Common(calib_dataset=text, calib_samples=4, calib_seqlen=48, eval_tokens=128, notice=said.append)
+    common = Common(calib_dataset=harbour, calib_samples=4, calib_seqlen=48, eval_tokens=128, notice=said.append)
 
     def killed(what: str, done: int, total: int) -> None:
         if what == "quantizing and measuring layers":

@@ -212,23 +212,18 @@ def search(
     of the weights in the engine artifact that is made of the result, with ``format`` gguf of that file. A head that is
     quantized too gets 8 bits, which count in ``size`` alone. Raises as ``auto_awq`` does.
     """
-    bits, size = options.bits, options.size
-    size = read_size("--size", size) if isinstance(size, str) else size
-    if (bits is None) == (size is None):
-        raise UsageError("--bits, --size: give one of them")
-    if bits is not None and not 0 < bits < math.inf:
-        raise UsageError(f"--bits: expected bits a weight, such as 4.5, found {bits:g}")
+    in_gguf = common.format == gguf.FORMAT
+    bits, size = _budget_options(options)
     if common.calibration is not None:
         raise UsageError("--calibration: search has no use for it; leave the option out")
+    if in_gguf and options.guide_samples:
+        raise UsageError("--guide-samples: not with --format gguf, whose blocks have a search of their own")
     source = open_source(model, common, "search")
     selection = choose(source, common)
     heads = [head_site(source).linears[0]] if selection.head else []
     linears = [x for x in targets(source, selection) if x not in heads]
     if not linears:
         raise UsageError("--skip, --include: no linear of a layer is left to choose for")
-    in_gguf = common.format == gguf.FORMAT
-    if in_gguf and options.guide_samples:
-        raise UsageError("--guide-samples: not with --format gguf, whose blocks have a search of their own")
     words = _stored_shapes(source) if common.format in ("gptq_v2", "auto_round") else {}
     costs = finder.Costs(True, finder.in_gguf) if in_gguf else finder.Costs(words=words)
     if size is not None and not in_gguf:
@@ -271,6 +266,17 @@ def search(
         round_outer=size is not None,
     )
     return run(source, Path(work_dir), recipe, common, progress)
+
+
+def _budget_options(options: Search) -> tuple[float | None, int | None]:
+    """``bits`` and ``size``, in bytes, of which exactly one is given. Raises UsageError."""
+    bits, size = options.bits, options.size
+    size = read_size("--size", size) if isinstance(size, str) else size
+    if (bits is None) == (size is None):
+        raise UsageError("--bits, --size: give one of them")
+    if bits is not None and not 0 < bits < math.inf:
+        raise UsageError(f"--bits: expected bits a weight, such as 4.5, found {bits:g}")
+    return bits, size
 
 
 def _stored_shapes(source: LayerSource) -> dict[str, tuple[int, ...]]:

@@ -92,11 +92,11 @@ class Recipe:
     ``layerwise.Setting``.
     ``calibrated``: whether the method reads text at all. ``prepare``: what is to be done with the whole model before
     its layers, returning figures for ``quality``. ``guide_samples``: whose gradients guide its rounding, None for the
-    preset's. ``tune_steps``: of the tuning afterwards, None for the default where
-    it fits ``--cache-memory``. ``whole_layers``: whether ``prepare`` has a layer in memory as a whole; ``texts``: how
-    often it has the text's activations; ``beside``: how many samples go through the layers beside the text. ``extra``:
-    fields added to the checkpoint's ``quantization_config``. ``round_outer``: in a GGUF file the embedding and head are
-    rounded too (``gguf.OUTER``).
+    preset's. ``tune_steps``: of the tuning afterwards, None for the default where it fits ``--cache-memory``.
+    ``whole_layers``: whether ``prepare`` has a layer in memory as a whole; ``texts``: how often it has the text's
+    activations; ``beside``: how many samples go through the layers beside the text. ``extra``: fields added to the
+    checkpoint's ``quantization_config``. ``round_outer``: in a GGUF file the embedding and head are rounded too
+    (``gguf.OUTER``).
     """
 
     stage: str
@@ -171,21 +171,8 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
         model_metadata(source.spec)  # raises ToolkitError for a model that GGUF cannot express
     text = read_text(source, common) if recipe.calibrated and common.calibration is None else None
     plan = text.plan if text else None
-    hindrance = "not with --format gguf" if form == gguf.FORMAT else None
-    guided = choose_samples(
-        source, recipe.guide_samples, common.effort.guide_samples, plan, common.cache_memory, common.notice
-    )
-    usual = 0 if guided else common.effort.tune_steps  # it adds nothing to what gradients bring
-    tune_steps = choose_steps(source, recipe.tune_steps, usual, plan, common.cache_memory, hindrance, common.notice)
-    beside = max(recipe.beside, min(guided, AT_ONCE) * (len(source.spec.layers) + 2))
-    memory = tell_plan(
-        source, common, plan, eval_tokens=common.measured, tune_steps=tune_steps, whole_layers=recipe.whole_layers,
-        texts=recipe.texts, beside=beside, products=recipe.products,
-        carries=recipe.carries and common.calibration is None, guided=guided > 0,
-    )  # fmt: skip
-    gradients = stored_bytes(source.spec.layers) if guided else 0
-    room = disk_bytes(source, targets(source, selection), recipe.sample, dtype, memory.disk + gradients)
-    common.notice(f"disk: about {show_size(room)} at {work_dir}, while it runs")
+    guided, tune_steps = _choose_effort(source, recipe, common, plan, form)
+    room = _tell_needs(source, work_dir, recipe, common, plan, selection, dtype, guided, tune_steps)
     check_room(work_dir, room, common.overwrite)
     progress("reading the model", 0, 1)
     parent = describe_parent(source.path)
@@ -233,6 +220,41 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     return Result(work_dir, options, quality, False)
 
 
+def _choose_effort(
+    source: LayerSource, recipe: Recipe, common: Common, plan: CalibrationPlan | None, form: str
+) -> tuple[int, int]:
+    """How many samples are to guide the rounding, and for how many steps scales are tuned behind it."""
+    effort, room = common.effort, common.cache_memory
+    guided = choose_samples(source, recipe.guide_samples, effort.guide_samples, plan, room, common.notice)
+    usual = 0 if guided else effort.tune_steps  # it adds nothing to what gradients bring
+    hindrance = "not with --format gguf" if form == gguf.FORMAT else None
+    return guided, choose_steps(source, recipe.tune_steps, usual, plan, room, hindrance, common.notice)
+
+
+def _tell_needs(
+    source: LayerSource,
+    work_dir: Path,
+    recipe: Recipe,
+    common: Common,
+    plan: CalibrationPlan | None,
+    selection: Selection,
+    dtype: torch.dtype,
+    guided: int,
+    tune_steps: int,
+) -> int:
+    """Say how much memory and disk the run will take; returns the bytes of disk."""
+    beside = max(recipe.beside, min(guided, AT_ONCE) * (len(source.spec.layers) + 2))
+    memory = tell_plan(
+        source, common, plan, eval_tokens=common.measured, tune_steps=tune_steps, whole_layers=recipe.whole_layers,
+        texts=recipe.texts, beside=beside, products=recipe.products,
+        carries=recipe.carries and common.calibration is None, guided=guided > 0,
+    )  # fmt: skip
+    gradients = stored_bytes(source.spec.layers) if guided else 0
+    room = disk_bytes(source, targets(source, selection), recipe.sample, dtype, memory.disk + gradients)
+    common.notice(f"disk: about {show_size(room)} at {work_dir}, while it runs")
+    return room
+
+
 def _tell_time(
     source: LayerSource,
     stage: Stage,
@@ -259,7 +281,7 @@ def _tell_time(
         layers=count - done,
         passes=1 + setting.sequential + setting.carries,
         products=setting.products and plan is not None,
-        guided=guided,
+        guided=0 if Guide.of(scratch_of(stage)).complete else guided,
         tune_steps=0 if KEY in there else tune_steps,
         iters=recipe.options.get("iters", 0),
         eval_tokens=common.measured,

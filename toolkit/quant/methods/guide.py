@@ -151,6 +151,11 @@ class Guide:
         """That of a run with such a directory for what it knows."""
         return Guide(scratch / "guide")
 
+    @property
+    def complete(self) -> bool:
+        """Whether all of it is there."""
+        return (self.directory / DONE).is_file()
+
     def measure(
         self,
         source: LayerSource,
@@ -163,7 +168,7 @@ class Guide:
         """Send so many ``samples`` of the text ``ids`` [all samples, length], from all over it, through the original
         model and back, ``AT_ONCE``. ``spill`` gives room for their activations. A run that goes on has been there
         already."""
-        if (self.directory / DONE).is_file():
+        if self.complete:
             return
         shutil.rmtree(self.directory, ignore_errors=True)  # of a run that was killed
         self.directory.mkdir(parents=True)
@@ -220,9 +225,8 @@ def blocks(curve: Tensor, divisor: Tensor | None, share: float) -> Iterator[tupl
     matrix [rows, rows before them] times what these have lost; and which those are.
 
     ``curve``: H [out, out] of a linear whose row i has since been divided by ``divisor[i]``; ``share``: by which it is
-    shrunk, as XᵀX is. A block's rows do not make
-    up for each other, so they lie apart: neighbours, and pairs that RoPE turns together, have most to do with each
-    other.
+    shrunk, as XᵀX is. A block's rows do not make up for each other, so they lie apart: neighbours, and pairs that RoPE
+    turns together, have most to do with each other.
     """
     rows = len(curve)
     count = max(1, min(MOST_BLOCKS, rows // FEWEST_ROWS))
