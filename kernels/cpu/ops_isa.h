@@ -2,7 +2,7 @@
 #pragma once
 
 #include "ops.h"
-#include "simd.h"
+#include "simd/simd.h"
 
 namespace tk {
 namespace TK_ISA {

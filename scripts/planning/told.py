@@ -190,12 +190,15 @@ def _beside(rows: list[dict[str, Any]], time: StepTime, around: Around) -> float
 
 
 def _mixed(turns: list[dict[str, Any]], time: StepTime, varies: dict[str, float]) -> float:
-    """What a step takes beyond its tokens that has answers and prompts: as much as requests took longer of which one
-    server alone had two at a time. No batch has such steps, for all its requests begin together."""
+    """What a step takes beyond its tokens that has answers and prompts, for each request: as much as requests took
+    longer of which one server alone had two at a time. No batch has such steps, for all its requests begin together.
+    Tokens of the second ones, which are alone by then, tell how fast the engine was: behind long rests it is slower."""
     loads = [turn["pairs"] for turn in turns]
     row = each(loads, *range(len(loads[0])))
     taken = float(row["ttft_s"].mean() + (row["out"] - 1) * row["tpot_s"].mean())
     asks = [Ask(start, row["in"], row["out"]) for start in PAIRS]
+    (alone,) = simulate(asks[:1], time, LIMITS, 1).served
+    time = time.times(float(row["tpot_s"].reshape(-1, len(PAIRS))[:, 1::2].mean()) / (alone.tpot or math.nan))
 
     def seconds(mixed: float) -> float:
         runs = [simulate(asks, time, LIMITS, 1, Around(mixed=mixed, **varies), seed=seed) for seed in range(DRAWS)]

@@ -23,7 +23,7 @@ def ops(support: Any, tmp_path_factory: Any) -> Any:
     if ISA not in library.isas():
         pytest.skip(f"this processor has no {ISA}")
     folder = tmp_path_factory.mktemp("split")
-    found = support("compiled").compiled(folder, ISA, "split_once_model.cpp", "linear_int.cpp")
+    found = support("compiled").compiled(folder, ISA, "split_once_model.cpp", "linear/int.cpp")
     if found is None:
         pytest.skip("no C++ compiler")
     return support("native_ops").NativeOps(ISA, linears=found)

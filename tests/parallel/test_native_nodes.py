@@ -227,7 +227,7 @@ def test_what_is_lost_is_told(
         monkeypatch.setattr(waiting, "COME_SECONDS", 0.5)
         found = processes(f"toolkit.parallel.{module}").items()
         (victim,) = (pid for pid, parent in found if (parent == os.getpid()) == child)
-        os.kill(victim, number)
+        (support("lost_ranks").strike if number == signal.SIGSTOP else os.kill)(victim, number)
         time.sleep(before)
         with pytest.raises(RunnerLost, match=told):
             driver.step({sequence: [5]})

@@ -255,14 +255,14 @@ def test_what_ranks_do_is_told(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize(("number", "told"), [(signal.SIGKILL, "killed by signal 9"), (signal.SIGSTOP, "not answered")])
-def test_a_lost_rank_is_told(number: int, told: str, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_rank_is_told(number: int, told: str, ranks: Any, support: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     several = ranks()
     (pid,) = several.runner.pids
     sequence = several.add()
     several.step({sequence: PROMPT[:20]})
     monkeypatch.setattr(timing, "STEP_SECONDS", 2.0)  # only now: that step takes as long as it takes
     monkeypatch.setattr(timing, "GRACE_SECONDS", 0.5)
-    os.kill(pid, number)
+    support("lost_ranks").strike(pid, number)
     with pytest.raises(RunnerLost, match=rf"rank 1 \(process {pid}\).* {told}"):
         several.step({sequence: [5]})
     with pytest.raises(RunnerLost):

@@ -440,7 +440,7 @@ def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(tiny_models: 
 
 
 def test_a_rank_that_stands_still_is_told_after_a_while(
-    tiny_models: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_models: Any, pair: Any, support: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timing, "STEP_SECONDS", 5.0)  # an honest step takes less, also where much else runs
     monkeypatch.setattr(timing, "GRACE_SECONDS", 0.5)
@@ -448,7 +448,7 @@ def test_a_rank_that_stands_still_is_told_after_a_while(
     (pid,) = several.runner.pids
     number = several.add()
     several.step({number: PROMPT[:20]})
-    os.kill(pid, signal.SIGSTOP)
+    support("lost_ranks").strike(pid, signal.SIGSTOP)
     with pytest.raises(RunnerLost, match=rf"rank 1 \(process {pid}\) has not answered"):
         several.step({number: [5]})
     with pytest.raises(RunnerLost):
@@ -461,12 +461,12 @@ def test_a_rank_that_is_lost_while_nothing_runs_is_told(tiny_models: Any, pair: 
 
 
 def test_a_message_that_a_rank_does_not_take_is_no_hang(
-    tiny_models: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_models: Any, pair: Any, support: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timing, "STEP_SECONDS", 1.0)
     monkeypatch.setattr(timing, "GRACE_SECONDS", 0.2)
     _, several = pair(tiny_models("llama"), 2)
-    os.kill(several.runner.pids[0], signal.SIGSTOP)
+    support("lost_ranks").strike(several.runner.pids[0], signal.SIGSTOP)
     with pytest.raises(timing.RankLost, match=r"rank 1 .* takes no messages"):
         several.runner._ranks.tell("import_block", 0, 0, bytes(10**7))
 

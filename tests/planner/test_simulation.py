@@ -200,6 +200,23 @@ def test_steps_with_answers_and_prompts_take_longer() -> None:
     assert alone == simulate([Ask(0.0, 120, 20)], TIME, Limits(), 1).served[0]
 
 
+@pytest.mark.parametrize("answers", [1, 3])
+def test_they_take_longer_for_each_request(answers: int) -> None:
+    steps = []
+    for mixed in (0.0, 0.002):
+        engine = Engine(TIME, Limits(paced=False), mixed=mixed)
+        for _ in range(answers):
+            engine.add(Ask(0.0, 4, 100), 0.0)
+        while len(engine.decoding) < answers:
+            engine.run()
+        assert engine.stretch is not None
+        engine.add(Ask(0.0, 100, 2), engine.stretch.start)
+        while not (engine.stretch and engine.stretch.chunks and len(engine.stretch.decodes) == answers):
+            engine.run()
+        steps.append(engine.stretch.first)
+    assert steps[1] - steps[0] == pytest.approx(0.002 * (answers + 1))
+
+
 def test_what_the_way_takes() -> None:
     """A proxy's part and that of blocks which go over stand before the first token alone."""
     ask = Ask(1.0, 200, 5)

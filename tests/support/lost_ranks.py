@@ -41,6 +41,24 @@ async def crash(engine: AsyncEngine, prompt: list[int]) -> str:
     return last.error_message or ""
 
 
+def strike(pid: int, number: int) -> None:
+    """Send SIGSTOP or SIGKILL, and wait until no thread runs any more: one that waits for a core is told late."""
+    os.kill(pid, number)
+    end = time.monotonic() + 20
+    while set(states(pid)) - set("TZX"):
+        assert time.monotonic() < end, f"process {pid} goes on after signal {number}"
+        time.sleep(0.001)
+
+
+def states(pid: int) -> list[str]:
+    """Of the threads of a process, as /proc has them."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):  # one that has just ended
+            found.append(path.read_text().rpartition(")")[2].split()[0])
+    return found
+
+
 def all_gone(ranks: list[int]) -> None:
     """Wait for their end."""
     end = time.monotonic() + 20

@@ -96,7 +96,7 @@ class Engine:
     limits: Limits
     keeps_features: bool = False
     more: float = 0.0  # seconds that each step takes longer at present
-    mixed: float = 0.0  # seconds that a step with answers and prompts takes beyond its content
+    mixed: float = 0.0  # seconds that a step with answers and prompts takes more, for each request
     noise: float = 0.0  # standard deviation of how long steps take, as a share, from one moment to the next
     jitter: float = 0.0  # seconds by which what its pace sees of a step's time varies from one to the next, likewise
     seed: int = 0  # of both
@@ -250,7 +250,7 @@ class Engine:
         context = float(sum(job.length for job in decodes))
         pairs = sum(count * (job.computed + count / 2) for job, count in chunks)
         factor = self._speed(now)
-        beyond = self.mixed if decodes and chunks else 0.0
+        beyond = self.mixed * (len(decodes) + len(chunks)) if decodes and chunks else 0.0
         first = factor * (self.time.seconds(tokens, context, pairs, rows) + beyond) + self.more
         sums = features(self.time.knots, tokens, context, pairs, rows) if self.keeps_features else None
         self.stretch = Stretch(now, decodes, chunks, steps, first, factor * self.time.context * len(decodes), sums)

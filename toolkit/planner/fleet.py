@@ -66,8 +66,8 @@ class Around:
     ``request``: of each request, on its way, and ``rested`` more of one that comes where no engine computes.
     ``noise``: standard deviation of how long each engine's steps take, as a share, from one moment to the next;
     ``jitter``: of single steps, in seconds: where they vary an engine cuts prompts now smaller, now larger.
-    ``mixed``: seconds that a step with answers and prompts takes beyond what it has of both. ``cold``: by how much a
-    request's way is longer for each second that its engine has rested."""
+    ``mixed``: seconds that a step with answers and prompts takes beyond what it has of both, for each request.
+    ``cold``: by how much a request's way is longer for each second that its engine has rested."""
 
     way: float = 0.0
     handing: float = 0.0

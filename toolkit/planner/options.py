@@ -74,7 +74,9 @@ class Demand:
         "Standard deviation of single steps in ms, as gaps between tokens show it: engines cut prompts otherwise then.",
         min=0,
     )
-    mixed_us: float = option(0.0, "µs that a step with answers and prompts takes beyond what it has of both.", min=0)
+    mixed_us: float = option(
+        0.0, "µs that a step with answers and prompts takes beyond what it has of both, for each request.", min=0
+    )
     cold_ms: float = option(
         0.0,
         "ms that a first token takes longer for each second (up to 1.5) that its engine has rested: caches are cold.",

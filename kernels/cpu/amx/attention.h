@@ -1,4 +1,4 @@
-// The products of one attention tile by tile registers: of bfloat16 (attention.cpp) and of codes (codes.cpp).
+// The products of one attention tile by tile registers: of bfloat16 (attention/attention.cpp) and of codes (codes.cpp).
 #pragma once
 
 #include "ops_isa.h"
@@ -11,7 +11,7 @@ namespace TK_ISA {
 void scores_tiles(const AttnParams& p, const KvTile& tile, const uint16_t* q, int64_t rows, int64_t tokens, float* s);
 void values_tiles(const AttnParams& p, const KvTile& tile, const uint16_t* probs, int64_t rows, int64_t tokens, uint8_t* together, float* acc);
 
-// The same of codes, bit for bit what codes.h has of few rows: queries as query_codes makes them, weights as weigh_codes does, whose tails
+// The same of codes, with the bits of attention/codes.h: queries as query_codes makes them, weights as weigh_codes does, whose tails
 // are in s.
 void scores_of_codes(const AttnParams& p, const KvTile& tile, const uint8_t* q, int64_t rows, int64_t cells, float* s);
 void values_of_codes(const AttnParams& p, const KvTile& tile, const int8_t* weights, int64_t rows, int64_t cells, const float* s, uint8_t* together,

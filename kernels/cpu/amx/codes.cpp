@@ -1,9 +1,9 @@
-// The products of one attention tile on AMX, of codes as integers (codes.h). Sums of integers are exact, and what is made of them are the
+// Products of one attention tile on AMX, of codes as integers (attention/codes.h). Sums of integers are exact, and what is made of them are the
 // same floats: rows come out as those by vector registers do, bit for bit, so who takes which is a matter of speed alone.
 //
 // Cells of codes are laid out as tile registers take them: of keys four elements of 16 tokens are a line, of values four tokens of 16
 // columns.
-#include "codes.h"
+#include "attention/codes.h"
 
 #include "amx/attention.h"
 #include "amx/tiles.h"

@@ -1,6 +1,6 @@
 // Linear with 4- and 8-bit group-quantized weights and int8 activations, for many tokens, by products of tiles.
 //
-// The numbers, and the sequence of float operations, are those of linear_int.cpp: results are equal bit for bit. Two tiles of weights
+// The numbers, and the sequence of float operations, are those of linear/int.cpp: results are equal bit for bit. Two tiles of weights
 // go together. Some groups of their codes are unpacked into the first-level cache, as the right operand; blocks of up to 16
 // tokens pass by: integer sums of each group go to memory, from where they are scaled and added to the floats. The two take
 // turns, since the units for floats are half as fast while tiles are multiplied.

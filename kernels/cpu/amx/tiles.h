@@ -4,7 +4,7 @@
 // Registers 0 … 3 hold sums, 4 and 5 rows of the left operand, 6 and 7 columns of the right one.
 #pragma once
 
-#include "simd_base.h"
+#include "simd/base.h"
 #if defined(__AMX_INT8__)
 #include "amx/registers.h"
 #endif

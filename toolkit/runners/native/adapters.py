@@ -16,8 +16,8 @@ from xxhash import xxh3_128
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
 from toolkit.runners.native import library
-from toolkit.runners.native.packing.huge_pages import side_by_side
 from toolkit.runners.native.packing.packed import INT, VECTOR, PackedMeta, PackedTensor, vector
+from toolkit.runners.native.packing.side_by_side import side_by_side
 
 if TYPE_CHECKING:
     import torch

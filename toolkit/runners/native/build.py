@@ -27,15 +27,15 @@ LIBRARY = "_native.so"
 
 ISAS_VARIABLE = "TOOLKIT_NATIVE_ISAS"  # all (the default) or here
 FAMILIES = (
-    "linear_int",
-    "linear_dense",
+    "linear/int",
+    "linear/dense",
     "rowwise",
-    "round_rows",
-    "code_rows",
-    "fit_scales",
-    "kv_cache",
-    "kv_codes",
-    "attention",
+    "quantize/round_rows",
+    "quantize/code_rows",
+    "quantize/fit_scales",
+    "attention/kv_cache",
+    "attention/kv_codes",
+    "attention/attention",
     "state",
     "table",
 )
@@ -65,7 +65,7 @@ ISAS = {
         "amx": Isa(
             f"{X512} -mamx-tile -mamx-int8 -mamx-bf16",
             AVX2 | AVX512 | {"amx_tile", "amx_int8", "amx_bf16"},
-            ("amx/linear", "amx/loose", "attention", "amx/attention", "amx/codes", "amx/table"),
+            ("amx/linear", "amx/loose", "attention/attention", "amx/attention", "amx/codes", "amx/table"),
             "avx512vnni",
         ),
         "avx512vnni": Isa(X512, AVX2 | AVX512),

@@ -16,9 +16,9 @@ from torch import Tensor
 from toolkit.artifacts.scales import UNSCALED, Scales
 from toolkit.base.threads import usable_cores
 from toolkit.runners.native import library
-from toolkit.runners.native.packing.huge_pages import side_by_side
 from toolkit.runners.native.packing.pack import TYPES
 from toolkit.runners.native.packing.packed import BF16, INT, LANES, ONES, VECTOR, PackedMeta, PackedTensor
+from toolkit.runners.native.packing.side_by_side import side_by_side
 
 MOST_ERROR = 0.02  # root mean square of what rounding changes, of a matrix; beyond it stays as it is
 _GROUPS = (64, 48, 32, 16)  # columns of B whose inputs are rounded together

@@ -1,4 +1,4 @@
-// Linears of 4- and 8-bit weights for many tokens, two tiles by up to WIDE tokens at a time: a regime of linear_int.cpp, with the same
+// Linears of 4- and 8-bit weights for many tokens, two tiles by up to WIDE tokens at a time: a regime of linear/int.cpp, with the same
 // numbers.
 #pragma once
 

@@ -1,5 +1,5 @@
 // Linears of 4-bit weights for many tokens, where products of small bytes add up in 16 bits (TK_SHORT_SUMS): a regime of
-// linear_int.cpp, with the same numbers.
+// linear/int.cpp, with the same numbers.
 //
 // The codes of some groups of a tile are split once for a panel of tokens, as many as stay in the first-level cache. Zeros are
 // taken off in float32, which is exact as long as a group's sums stay below 2^24 (in_split).

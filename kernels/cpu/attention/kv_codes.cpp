@@ -2,7 +2,7 @@
 #include "ops_isa.h"
 
 #if defined(TK_READS_CODES)
-#include "codes.h"
+#include "attention/codes.h"
 
 namespace tk {
 namespace TK_ISA {

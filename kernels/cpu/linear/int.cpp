@@ -6,19 +6,19 @@
 //   narrow   few tokens: stream up to eight tiles side by side, split nibbles in registers, use each code for up to 8 tokens at
 //            once. A core has more memory in flight when it reads several places: the processor fetches ahead in each of them,
 //            up to the end of a page. Where few places are faster (few_places), two tiles are the most. With plain AVX2 and
-//            4 bits up to 17 tokens; from there on linear_split.h has them.
+//            4 bits up to 17 tokens; from there on linear/split.h has them.
 //   pairs    many tokens: two tiles by up to 6 tokens, integer and float sums both in registers; codes are split again for
 //            each block of tokens, which costs nothing beside the products. What comes next is fetched meanwhile. Where
-//            the processor's units for products split codes, too, linear_ready.h splits them once.
+//            the processor's units for products split codes, too, linear/ready.h splits them once.
 // The unsigned operand of the dot product is the weight (code, or code - zero + 16), the signed one the activation.
 #include <type_traits>
 
-#include "linear_pairs.h"
+#include "linear/pairs.h"
 #if defined(__AVX512F__)
-#include "linear_ready.h"
+#include "linear/ready.h"
 #endif
 #if defined(TK_SHORT_SUMS)
-#include "linear_split.h"
+#include "linear/split.h"
 #endif
 
 namespace tk {

@@ -1,7 +1,7 @@
 // The softmax of one tile: scores of each row to probabilities relative to its greatest, with the cap, ALiBi, and what a row sees.
 #pragma once
 
-#include "attention_products.h"
+#include "attention/products.h"
 
 namespace tk {
 namespace TK_ISA {

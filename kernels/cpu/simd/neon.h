@@ -4,7 +4,7 @@
 
 #include <arm_neon.h>
 
-#include "simd_base.h"
+#include "simd/base.h"
 
 namespace tk {
 namespace TK_ISA {
@@ -46,7 +46,7 @@ TK_INLINE F fmin(F x, F y) { return TK_MAP2(less_or, x, y); }
 TK_INLINE F fabs(F x) { return TK_MAP1(vabsq_f32, x); }
 TK_INLINE float32x4_t halves_swapped(float32x4_t x) { return vextq_f32(x, x, 2); }
 template <int H>
-TK_INLINE F fswap(F x) {  // see simd_avx512.h
+TK_INLINE F fswap(F x) {  // see simd/avx512.h
     if (H == 8) return {x.c, x.d, x.a, x.b};
     if (H == 4) return {x.b, x.a, x.d, x.c};
     if (H == 2) return TK_MAP1(halves_swapped, x);

@@ -9,19 +9,19 @@
 //
 // Every instruction set has the same functions, in a file of its own, and says what is special about it:
 //   TK_BF16_DOT    it multiplies bfloat16: dot_bf16, zip_halves, load_u16
-//   TK_READS_CODES attention multiplies the cache's codes as integers (kv_codes.cpp)
+//   TK_READS_CODES attention multiplies the cache's codes as integers (attention/kv_codes.cpp)
 //   TK_CENTRED     dot4 takes unsigned bytes below 128 alone; others are first made Centred, which takes 128 off each
 //   TK_SHORT_SUMS  products of small bytes may be added in 16 bits: hdot, widen
 #pragma once
 
 #if defined(__AVX512F__)
-#include "simd_avx512.h"
+#include "simd/avx512.h"
 #elif defined(__AVX2__)
-#include "simd_avx2.h"
+#include "simd/avx2.h"
 #elif defined(TK_NEON)
-#include "simd_neon.h"
+#include "simd/neon.h"
 #else
-#include "simd_generic.h"
+#include "simd/generic.h"
 #endif
 
 namespace tk {

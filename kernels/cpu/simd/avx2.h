@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "simd_base.h"
+#include "simd/base.h"
 
 namespace tk {
 namespace TK_ISA {
@@ -27,7 +27,7 @@ TK_INLINE F fnma(F x, F y, F z) { return {_mm256_fnmadd_ps(x.a, y.a, z.a), _mm25
 TK_INLINE F fmax(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 TK_INLINE F fmin(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 template <int H>
-TK_INLINE F fswap(F x) {  // see simd_avx512.h
+TK_INLINE F fswap(F x) {  // see simd/avx512.h
     if (H == 8) return {x.b, x.a};
     if (H == 4) return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
     return {_mm256_permute_ps(x.a, H == 1 ? 0xb1 : 0x4e), _mm256_permute_ps(x.b, H == 1 ? 0xb1 : 0x4e)};

@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "simd_base.h"
+#include "simd/base.h"
 
 namespace tk {
 namespace TK_ISA {

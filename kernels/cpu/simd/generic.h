@@ -1,7 +1,7 @@
 // The vector layer (simd.h) in plain C++: the reference.
 #pragma once
 
-#include "simd_base.h"
+#include "simd/base.h"
 
 namespace tk {
 namespace TK_ISA {
@@ -28,7 +28,7 @@ TK_INLINE F fmax(F x, F y) { TK_LANES(F, x.v[i] > y.v[i] ? x.v[i] : y.v[i]); }
 TK_INLINE F fmin(F x, F y) { TK_LANES(F, x.v[i] < y.v[i] ? x.v[i] : y.v[i]); }
 TK_INLINE F fabs(F x) { TK_LANES(F, fabsf(x.v[i])); }
 template <int H>
-TK_INLINE F fswap(F x) { TK_LANES(F, x.v[i ^ H]); }  // see simd_avx512.h
+TK_INLINE F fswap(F x) { TK_LANES(F, x.v[i ^ H]); }  // see simd/avx512.h
 TK_INLINE F f_of(I x) { TK_LANES(F, float(x.v[i])); }
 // out of range and NaN become INT_MIN, as on x86 vector units
 TK_INLINE int32_t int_of(float f) { return f >= -2147483648.0f && f < 2147483648.0f ? int32_t(nearbyintf(f)) : INT32_MIN; }

@@ -1,9 +1,9 @@
 // Linears of 4-bit weights for many tokens, on processors whose units for products also split codes (Intel's have two for all that
-// is 512 bits wide): a regime of linear_int.cpp, with the same numbers. The codes of a pair of tiles are split once for a panel of
+// is 512 bits wide): a regime of linear/int.cpp, with the same numbers. The codes of a pair of tiles are split once for a panel of
 // tokens, and lie in the first-level cache.
 #pragma once
 
-#include "linear_pairs.h"
+#include "linear/pairs.h"
 
 namespace tk {
 namespace TK_ISA {

@@ -4,10 +4,10 @@
 // values are added in ascending order of tokens, tiles are merged in ascending order. Tiles start at multiples of 128 of
 // the absolute position, so a row's bits depend neither on how prompts were cut into chunks nor on what else is in the
 // batch. Source of the merging: Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018).
-#include "attention_products.h"
-#include "attention_softmax.h"
+#include "attention/products.h"
+#include "attention/softmax.h"
 #if defined(TK_READS_CODES)
-#include "codes.h"
+#include "attention/codes.h"
 #endif
 #if defined(__AMX_TILE__)
 #include "amx/attention.h"
