@@ -38,7 +38,7 @@ refused = refusing(UsageError)
             auto_awq,
             Awq(damp=0.5, rounding="nearest"),
             Common(),
-            "--damp, --shrink, --carry-error, --guide-samples, --desc-act, --static-groups: they are GPTQ's; "
+            "--damp, --shrink, --carry-error, --guide-samples, --sweeps, --desc-act, --static-groups: they are GPTQ's; "
             "give --rounding gptq too",
         ),
         (
@@ -48,12 +48,13 @@ refused = refusing(UsageError)
             "--guide-samples: it reads calibration text, and --calibration gives statistics alone; leave the option "
             "out",
         ),
+        (auto_gptq, Gptq(sweeps=-1), Common(), "--sweeps: expected 0 or more, found -1"),
         (auto_awq, Awq(guide_samples=-1), Common(), "--guide-samples: expected 0 or more, found -1"),
         (
             search,
             Search(bits=4.5, guide_samples=4),
             Common(format="gguf"),
-            "--guide-samples: not with --format gguf, whose blocks have a search of their own",
+            "--guide-samples, --sweeps: not with --format gguf, whose blocks have a search of their own",
         ),
         (
             auto_awq,

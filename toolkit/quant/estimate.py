@@ -28,6 +28,7 @@ ROUNDING = {"lite auto_awq": 1.0, "lite auto_gptq": 0.9, "lite search": 2.0, "li
 LITTLE = 0.1  # of other methods
 AWQ_TRIALS = {"lite auto_awq": 40, "lite search": 40}  # of a scale, each a product of differences and XᵀX
 AWQ_PASSES = 40 * 2.6  # over a weight, each as long as rounding it once: candidates, and what is computed of each
+SWEEP = 70  # likewise, of each weight: once through its scales and codes, beside products (measured on Zen 4)
 TUNING = 2.5  # a step of tuning, in passes of its sample through the model in float32
 TEXT = 2.0  # writing text goes through the model in 8 bits: so much faster than float32 a token
 START = 6.0  # seconds of reading, checking and writing
@@ -52,7 +53,7 @@ class Rates:
 class Work:
     """``tokens``: of calibration text, ``seqlen`` a sample; ``written``: of them by the model itself, now. ``layers``:
     that an earlier run has not quantized. ``passes``: of the text through each. ``guided``: samples that
-    gradients are taken of. ``iters``: auto-round's."""
+    gradients are taken of. ``iters``: auto-round's. ``sweeps``: of ``descent.py``."""
 
     stage: str
     tokens: int
@@ -65,6 +66,7 @@ class Work:
     tune_steps: int
     iters: int
     eval_tokens: int
+    sweeps: int = 0
 
 
 def measure(source: LayerSource, device: torch.device) -> Rates:
@@ -124,6 +126,9 @@ def seconds(source: LayerSource, work: Work, rates: Rates) -> dict[str, float]:
     }
     if work.stage == "lite search":
         found["weighing"] = WEIGHING * sensitivity.SAMPLES * work.seqlen * whole
+    if work.sweeps:
+        again = sum(_size(x) * (SWEEP * rates.rounding + 4 * x.in_features * rates.product) for x in linears)
+        found["layers"] += share * work.sweeps * again
     if work.iters:
         found["layers"] += share * len(spec.layers) * work.iters * SAMPLES * work.seqlen * 3 * rates.exact
     return found

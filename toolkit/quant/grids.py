@@ -53,8 +53,9 @@ def grid_options(grid: awq.Grid) -> dict[str, Any]:
 
 def rounding_of(options: Awq | Gptq) -> gptq.Rounding:
     return gptq.Rounding(
-        options.damp, options.shrink, options.desc_act, options.static_groups, carry=options.carry_error
-    )
+        options.damp, options.shrink, options.desc_act, options.static_groups,
+        carry=options.carry_error, sweeps=options.sweeps,
+    )  # fmt: skip
 
 
 def rounding_options(how: gptq.Rounding) -> dict[str, float | bool]:
@@ -62,7 +63,10 @@ def rounding_options(how: gptq.Rounding) -> dict[str, float | bool]:
         raise UsageError(f"--damp: expected a share between 0 and 1, found {how.damp:g}")
     if not 0 <= how.shrink <= 1:
         raise UsageError(f"--shrink: expected a share from 0 to 1, found {how.shrink:g}")
+    if how.sweeps < 0:
+        raise UsageError(f"--sweeps: expected 0 or more, found {how.sweeps}")
     found = {"damp": how.damp, "shrink": how.shrink, "carry_error": how.carry, "desc_act": how.desc_act}
+    found |= {"sweeps": how.sweeps} if how.sweeps else {}
     return found | ({"static_groups": how.static_groups} if how.desc_act else {})
 
 

@@ -65,7 +65,7 @@ def auto_awq(
     feedback, how = rounding == "gptq", rounding_of(options)
     if not feedback and (how != gptq.Rounding() or options.guide_samples is not None):
         raise UsageError(
-            "--damp, --shrink, --carry-error, --guide-samples, --desc-act, --static-groups: they are GPTQ's; "
+            "--damp, --shrink, --carry-error, --guide-samples, --sweeps, --desc-act, --static-groups: they are GPTQ's; "
             "give --rounding gptq too"
         )
     if options.w_bits != 4 and common.format in (None, "awq"):
@@ -216,8 +216,8 @@ def search(
     bits, size = _budget_options(options)
     if common.calibration is not None:
         raise UsageError("--calibration: search has no use for it; leave the option out")
-    if in_gguf and options.guide_samples:
-        raise UsageError("--guide-samples: not with --format gguf, whose blocks have a search of their own")
+    if in_gguf and (options.guide_samples or options.sweeps):
+        raise UsageError("--guide-samples, --sweeps: not with --format gguf, whose blocks have a search of their own")
     source = open_source(model, common, "search")
     selection = choose(source, common)
     heads = [head_site(source).linears[0]] if selection.head else []
@@ -230,7 +230,7 @@ def search(
         costs = replace(costs, of=cost_of(source, lambda grid, *shape: integers(grid, False, *shape)))
     budget = budget_of(options, size, source, linears, heads, costs, common)
     grid = awq.Grid(4, 32, False)
-    how = gptq.Rounding(damp=options.damp, shrink=options.shrink, carry=options.carry_error)
+    how = gptq.Rounding(options.damp, options.shrink, carry=options.carry_error, sweeps=options.sweeps)
     chosen = {x.name: finder.head_grid(x, costs.gguf) for x in heads}
     inputs = {x.name: x.in_features for x in linears}
 

@@ -98,6 +98,9 @@ class Awq:
         "GPTQ: of so many samples gradients tell what an error of each token and output does to the predictions, and "
         "rounding goes by that; 0: none. Default: the preset's (balanced: 32, best: 128).",
     )
+    sweeps: int = option(
+        0, "GPTQ: times that all scales and codes are gone through again behind it, each set to what the others leave."
+    )
     desc_act: bool = option(False, "GPTQ: columns with the largest inputs first.")
     static_groups: bool = option(
         True,
@@ -120,6 +123,7 @@ class Gptq:
     shrink: float = same_option(Awq, "shrink")
     carry_error: bool = same_option(Awq, "carry_error")
     guide_samples: int | None = same_option(Awq, "guide_samples")
+    sweeps: int = same_option(Awq, "sweeps")
     desc_act: bool = same_option(Awq, "desc_act")
     static_groups: bool = same_option(Awq, "static_groups")
     tune_steps: int | None = same_option(Awq, "tune_steps")
@@ -164,6 +168,7 @@ class Search:
     shrink: float = same_option(Awq, "shrink")
     carry_error: bool = same_option(Awq, "carry_error")
     guide_samples: int | None = same_option(Awq, "guide_samples")
+    sweeps: int = same_option(Awq, "sweeps")
     tune_steps: int | None = same_option(Awq, "tune_steps")
 
 

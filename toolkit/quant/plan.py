@@ -22,6 +22,7 @@ EXACT_MATRICES = 5  # … in float64, where it is small
 KEPT_MATRICES = 1  # … and while weights are rounded: its factor
 COPIES = 3  # of the linears that are rounded together: read, scaled, ordered or their update
 CURVES = 3  # of a linear's outputs × outputs while its rows are rounded: as read, in order, factored
+SWEPT = 6  # of rows while they are gone through again: lost, codes, pull, what comes of it, moved and felt
 WHOLE = 3  # copies of a layer where a library tunes it as a whole …
 OUTPUTS = 5  # … and of its outputs for the text, beside the inputs that it is handed (measured: 4 to 4.6)
 FLOAT = 4
@@ -60,18 +61,19 @@ def plan_memory(
     products: bool = True,
     carries: bool = False,
     guided: bool = False,
+    swept: bool = False,
 ) -> Plan:
     """What quantizing ``source`` takes. ``cache_memory``: GiB; 0 ``samples``: no text is read; ``tuning``: bytes that
     tuning takes afterwards; ``head``: whether it is quantized too; ``whole_layers``: whether the method has a layer in
     memory as a whole; ``products``: whether it takes XᵀX; ``carries``: whether it compares the residual stream, and has
-    the text twice; ``guided``: whether gradients guide its rounding."""
+    the text twice; ``guided``: whether gradients guide its rounding; ``swept``: whether that is gone through again."""
     spec = source.spec
     text_bytes = (1 + carries) * samples * seqlen * spec.hidden_size * FLOAT
     activations = text_bytes + 2 * eval_tokens * spec.hidden_size * FLOAT
     disk = max(0, activations - int(cache_memory * (1 << 30)))
     grams = samples > 0 and products
     text, window = min(batch_size, samples) * seqlen, min(WINDOW, eval_tokens)
-    peaks = [_layer(layer, grams, text, window, whole_layers, carries, guided) for layer in set(spec.layers)]
+    peaks = [_layer(layer, grams, text, window, whole_layers, carries, guided, swept) for layer in set(spec.layers)]
     if whole_layers:  # two texts; those in files are read whole
         peaks = [peak + min(disk, text_bytes) + OUTPUTS * text_bytes // 2 for peak in peaks]
     table = LinearSpec(spec.head, spec.hidden_size, spec.head_size)
@@ -83,7 +85,9 @@ def plan_memory(
     return Plan(BASE + max(peaks) + activations - disk, activations, disk)
 
 
-def _layer(layer: LayerSpec, grams: bool, text: int, window: int, whole: bool, carries: bool, guided: bool) -> int:
+def _layer(
+    layer: LayerSpec, grams: bool, text: int, window: int, whole: bool, carries: bool, guided: bool, swept: bool
+) -> int:
     """What going through one layer takes: while statistics are taken, while it is rounded, while it is measured.
     ``text``, ``window``: tokens at once of calibration and held-out text."""
     linears, sites = layer.linears(), layer_sites(layer)
@@ -104,6 +108,8 @@ def _layer(layer: LayerSpec, grams: bool, text: int, window: int, whole: bool, c
     if guided:
         curves = CURVES * max(map(guide.curve_bytes, guide.guided(layer)), default=0)
         rounding = max(rounding + curves, guide.needed(layer) + forward)
+    if swept:
+        rounding += max(map(_swept, linears))
     return kept + max(GAPS * largest + max(statistics + forward, rounding), measured + probing)
 
 
@@ -120,6 +126,12 @@ def _rounding(sites: list[Site], grams: bool) -> int:
             factored = (EXACT_MATRICES if site.size <= EXACT else MATRICES) * matrix
             found = max(found, held + max(factored, KEPT_MATRICES * matrix + COPIES * largest))
     return found
+
+
+def _swept(linear: LinearSpec) -> int:
+    """What ``descent.py`` has beside a linear's weights: of some rows at once, and XᵀX."""
+    rows = min(linear.out_features, guide.MOST_ROWS)
+    return (SWEPT * rows + linear.in_features) * linear.in_features * FLOAT
 
 
 def _groups(sites: list[Site]) -> list[list[Site]]:

@@ -142,6 +142,7 @@ def tell_plan(
     products: bool = True,
     carries: bool = False,
     guided: bool = False,
+    swept: bool = False,
 ) -> Plan:
     """Say, and return, how much memory the run will take. ``plan``: of the text, None where none is read; ``texts``,
     ``beside``: see ``Recipe``; the rest as for ``plan_memory``."""
@@ -150,7 +151,7 @@ def tell_plan(
         source, samples=samples, seqlen=seqlen, batch_size=common.batch_size, eval_tokens=eval_tokens,
         cache_memory=common.cache_memory, tuning=needed(source, seqlen, tune_steps) if tune_steps else 0,
         head=common.quantize_lm_head, whole_layers=whole_layers, products=products, carries=carries,
-        guided=guided,
+        guided=guided, swept=swept,
     )  # fmt: skip
     common.notice(memory.line())
     return memory
@@ -248,6 +249,7 @@ def _tell_needs(
         source, common, plan, eval_tokens=common.measured, tune_steps=tune_steps, whole_layers=recipe.whole_layers,
         texts=recipe.texts, beside=beside, products=recipe.products,
         carries=recipe.carries and common.calibration is None, guided=guided > 0,
+        swept=recipe.options.get("sweeps", 0) > 0,
     )  # fmt: skip
     gradients = stored_bytes(source.spec.layers) if guided else 0
     room = disk_bytes(source, targets(source, selection), recipe.sample, dtype, memory.disk + gradients)
@@ -284,6 +286,7 @@ def _tell_time(
         guided=0 if Guide.of(scratch_of(stage)).complete else guided,
         tune_steps=0 if KEY in there else tune_steps,
         iters=recipe.options.get("iters", 0),
+        sweeps=recipe.options.get("sweeps", 0),
         eval_tokens=common.measured,
     )
     common.notice(estimate.line(estimate.seconds(source, work, estimate.measure(source, setting.device))))

@@ -25,6 +25,7 @@ from toolkit.quant.layers.result import LinearReport, Made, Method, by_site
 from toolkit.quant.layers.statistics import Gram, shrink
 from toolkit.quant.methods import carried, guide
 from toolkit.quant.methods.awq import Grid, inputs_after, search_clip
+from toolkit.quant.methods.descent import Rows
 from toolkit.quant.methods.grid import grid_of, group_range, no_scale, round_to
 from toolkit.quant.options import Gptq
 from toolkit.runners.native.packing.gguf_scales import find_scales
@@ -41,8 +42,8 @@ class Rounding:
     with the largest H[i,i] first; with ``static_groups`` groups stay consecutive and their grids come from the weights
     before any column moved, without they are made of columns in that order (act-order: the file then holds each
     column's group). ``clip``: search each group's range; else it spans all its weights. ``carry``: whether weights are
-    changed first (``carried.py``), where statistics have what that takes. ``block``: columns between two matrix
-    products.
+    changed first (``carried.py``), where statistics have what that takes. ``sweeps``: times that ``descent.py`` goes
+    through all of it again. ``block``: columns between two matrix products.
     """
 
     damp: float = Gptq.damp
@@ -51,6 +52,7 @@ class Rounding:
     static_groups: bool = Gptq.static_groups
     clip: bool = True
     carry: bool = Gptq.carry_error
+    sweeps: int = Gptq.sweeps
     block: int = 128
 
     @property
@@ -147,9 +149,18 @@ def round_site(
             yield linear, _split(rounded, [linear], weights, grid)[0]
     for batch in batches(rest) if rest else ():
         # the whole is let go of before its parts are handed out
-        codes = _split(round_columns(_rows(batch, weights), factor, grid, rounding), batch, weights, grid)
+        codes = _split(_round_alone(_rows(batch, weights), factor, grid, rounding), batch, weights, grid)
         while codes:
             yield batch.pop(0), codes.pop(0)
+
+
+def _round_alone(weight: Tensor, factor: Factor, grid: Grid, rounding: Rounding) -> Rounded:
+    """Rows that do not make up for each other. Nobody else need hold ``weight`` where nothing is swept."""
+    if not rounding.sweeps:
+        return round_columns(weight, factor, grid, rounding)
+    parts = weight.split(guide.MOST_ROWS)
+    found = [swept(x, round_columns(x, factor, grid, rounding), factor, grid, rounding, None) for x in parts]
+    return _joined(found, torch.arange(len(weight), device=weight.device).split(guide.MOST_ROWS))
 
 
 def batches(linears: Sequence[LinearSpec]) -> Iterator[list[LinearSpec]]:
@@ -263,14 +274,43 @@ def round_rows(
         weight = whole[rows]
         lost = torch.zeros_like(weight)
         own = None if divisor is None else divisor[rows, 0]
+        done, some = [], []
         for block, pull, before in guide.blocks(curve.to(whole), own, rounding.shrink):
             target = weight[block].addmm_(pull, lost[before])
-            made.append(round_columns(target, factor, grid, rounding))
-            lost[block] = weight[block] - made[-1].dense()
-            order.append(rows[block])
-    back = torch.argsort(torch.cat(order))
-    codes, scale, zero = (torch.cat([getattr(x, part) for x in made])[back] for part in ("codes", "scale", "zero"))
-    return Rounded(codes, scale, zero, made[0].group_index)
+            some.append(round_columns(target, factor, grid, rounding))
+            lost[block] = weight[block] - some[-1].dense()
+            done.append(block)
+        found = _joined(some, done)
+        if rounding.sweeps:
+            found = swept(weight, found, factor, grid, rounding, guide.damped(curve.to(whole), own, rounding.shrink))
+        made.append(found)
+        order.append(rows)
+    return _joined(made, order)
+
+
+def _joined(parts: Sequence[Rounded], rows: Sequence[Tensor]) -> Rounded:
+    """One of several, and which rows each has."""
+    back = torch.argsort(torch.cat(list(rows)))
+    codes, scale, zero = (torch.cat([getattr(x, part) for x in parts])[back] for part in ("codes", "scale", "zero"))
+    return Rounded(codes, scale, zero, parts[0].group_index)
+
+
+def swept(
+    weight: Tensor, rounded: Rounded, factor: Factor, grid: Grid, rounding: Rounding, curve: Tensor | None
+) -> Rounded:
+    """The same with better codes and scales for ``weight`` [out, in], see ``descent.py``. ``curve``: H of its rows,
+    damped; None where each is by itself."""
+    gram = shrink(factor.xtx.clone(), factor.share)
+    gram.diagonal().add_(rounding.damp * gram.diagonal().mean())
+    lost, codes = weight - rounded.dense(), rounded.codes.float()
+    by = None if rounded.group_index is None else torch.argsort(rounded.group_index, stable=True)
+    if by is not None:  # groups of columns that do not follow one another
+        lost, codes, gram = lost[:, by], codes[:, by], gram[by[:, None], by]
+    rows = Rows(codes, rounded.scale.clone(), rounded.zero, lost, gram, curve, 2**grid.bits - 1)
+    for _ in range(rounding.sweeps):
+        rows.sweep()
+    codes = rows.codes.to(torch.uint8)
+    return replace(rounded, codes=codes if by is None else codes[:, torch.argsort(by)], scale=rows.scale)
 
 
 def round_columns(weight: Tensor, factor: Factor, grid: Grid, rounding: Rounding) -> Rounded:

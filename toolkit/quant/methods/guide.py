@@ -232,15 +232,25 @@ def blocks(curve: Tensor, divisor: Tensor | None, share: float) -> Iterator[tupl
     count = max(1, min(MOST_BLOCKS, rows // FEWEST_ROWS))
     count -= count % 2 == 0  # RoPE's pairs are a power of two apart
     order = torch.cat([torch.arange(b, rows, count, device=curve.device) for b in range(count)])
-    curve = curve[order[:, None], order]
-    if divisor is not None:
-        curve.mul_(divisor[order, None]).mul_(divisor[order])
+    curve = _divided(curve[order[:, None], order], None if divisor is None else divisor[order])
     lower, stop = _factor(shrink(curve, share)), rows
     for b in reversed(range(count)):
         start = stop - len(range(b, rows, count))
         corner, across = lower[start:stop, start:stop], lower[stop:, start:stop]
         yield order[start:stop], torch.linalg.solve_triangular(corner.T, across.T, upper=True), order[stop:]
         stop = start
+
+
+def damped(curve: Tensor, divisor: Tensor | None, share: float) -> Tensor:
+    """H as ``blocks`` has it, its rows in their order."""
+    curve = shrink(_divided(curve.clone(), divisor), share)
+    curve.diagonal().add_(DAMP * curve.diagonal().mean())
+    return curve
+
+
+def _divided(curve: Tensor, divisor: Tensor | None) -> Tensor:
+    """H of rows that have been divided, changed in place."""
+    return curve if divisor is None else curve.mul_(divisor[:, None]).mul_(divisor)
 
 
 def _factor(curve: Tensor) -> Tensor:
