@@ -3,6 +3,7 @@ code can lessen it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_each_sweep_lessens_what_gptq_leaves(guided: bool, bits: int, symmetric:
     exact = damped(gram, how.damp)
     costs = [cost(weight, first, exact, curve)]
     for sweeps in (1, 2, 4):
-        found = swept(weight, first, factor, grid, Rounding(**{**vars(how), "sweeps": sweeps}), curve)
+        found = swept(weight, first, factor, grid, replace(how, sweeps=sweeps), curve)
         assert int(found.codes.max()) < 2**bits and torch.equal(found.zero, first.zero)
         assert torch.equal(found.scale, found.scale.half().float()) and bool((found.scale > 0).all())
         costs.append(cost(weight, found, exact, curve))
