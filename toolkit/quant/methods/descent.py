@@ -92,7 +92,7 @@ class Rows:
 
     def _wanted(self, pull: Tensor, codes: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
         """By how much each code should move if no other did; ``weight``: what an error counts there."""
-        steps = torch.round(pull / (weight * scale))
+        steps = torch.round(pull / (weight * scale)).nan_to_num_(0.0)  # of a group of zeros
         return torch.minimum(torch.maximum(steps, -codes), self.top - codes)
 
     def _together(self, column: int, pull: Tensor, codes: Tensor, scale: Tensor, moved: Tensor, felt: Tensor) -> None:
