@@ -232,8 +232,7 @@ def blocks(curve: Tensor, divisor: Tensor | None, share: float) -> Iterator[tupl
     count = max(1, min(MOST_BLOCKS, rows // FEWEST_ROWS))
     count -= count % 2 == 0  # RoPE's pairs are a power of two apart
     order = torch.cat([torch.arange(b, rows, count, device=curve.device) for b in range(count)])
-    curve = _divided(curve[order[:, None], order], None if divisor is None else divisor[order])
-    lower, stop = _factor(shrink(curve, share)), rows
+    lower, stop = _factor(damped(curve, divisor, share)[order[:, None], order]), rows
     for b in reversed(range(count)):
         start = stop - len(range(b, rows, count))
         corner, across = lower[start:stop, start:stop], lower[stop:, start:stop]
@@ -242,23 +241,20 @@ def blocks(curve: Tensor, divisor: Tensor | None, share: float) -> Iterator[tupl
 
 
 def damped(curve: Tensor, divisor: Tensor | None, share: float) -> Tensor:
-    """H as ``blocks`` has it, its rows in their order."""
-    curve = shrink(_divided(curve.clone(), divisor), share)
-    curve.diagonal().add_(DAMP * curve.diagonal().mean())
+    """H as rounding goes by it: of rows that have been divided, shrunk, and positive definite."""
+    curve = curve.clone()
+    if divisor is not None:
+        curve.mul_(divisor[:, None]).mul_(divisor)
+    shrink(curve, share).diagonal().add_(DAMP * curve.diagonal().mean())
     return curve
 
 
-def _divided(curve: Tensor, divisor: Tensor | None) -> Tensor:
-    """H of rows that have been divided, changed in place."""
-    return curve if divisor is None else curve.mul_(divisor[:, None]).mul_(divisor)
-
-
 def _factor(curve: Tensor) -> Tensor:
-    """The lower Cholesky factor of H, damped in place, the more the longer there is none."""
+    """The lower Cholesky factor of H, which is damped further in place, the more the longer there is none."""
     damp = DAMP * curve.diagonal().mean()
     while True:
-        curve.diagonal().add_(damp)
         lower, failed = torch.linalg.cholesky_ex(curve)
         if not int(failed):
             return lower
         damp *= 10
+        curve.diagonal().add_(damp)
