@@ -28,7 +28,9 @@ ROUNDING = {"lite auto_awq": 1.0, "lite auto_gptq": 0.9, "lite search": 2.0, "li
 LITTLE = 0.1  # of other methods
 AWQ_TRIALS = {"lite auto_awq": 40, "lite search": 40}  # of a scale, each a product of differences and XᵀX
 AWQ_PASSES = 40 * 2.6  # over a weight, each as long as rounding it once: candidates, and what is computed of each
-SWEEP = 70  # likewise, of each weight: once through its scales and codes, beside products (measured on Zen 4)
+# Likewise, of each weight: once through scales and codes, beside products; where gradients guide rows wait for each
+# other (the demo's shapes on one core of Zen 4).
+SWEEP, GUIDED_SWEEP = 150, 900
 TUNING = 2.5  # a step of tuning, in passes of its sample through the model in float32
 TEXT = 2.0  # writing text goes through the model in 8 bits: so much faster than float32 a token
 START = 6.0  # seconds of reading, checking and writing
@@ -53,7 +55,8 @@ class Rates:
 class Work:
     """``tokens``: of calibration text, ``seqlen`` a sample; ``written``: of them by the model itself, now. ``layers``:
     that an earlier run has not quantized. ``passes``: of the text through each. ``guided``: samples that
-    gradients are taken of. ``iters``: auto-round's. ``sweeps``: of ``descent.py``."""
+    gradients are taken of. ``iters``: auto-round's. ``sweeps``: of ``descent.py``,
+    ``together`` where gradients guide them."""
 
     stage: str
     tokens: int
@@ -67,6 +70,7 @@ class Work:
     iters: int
     eval_tokens: int
     sweeps: int = 0
+    together: bool = False
 
 
 def measure(source: LayerSource, device: torch.device) -> Rates:
@@ -127,7 +131,8 @@ def seconds(source: LayerSource, work: Work, rates: Rates) -> dict[str, float]:
     if work.stage == "lite search":
         found["weighing"] = WEIGHING * sensitivity.SAMPLES * work.seqlen * whole
     if work.sweeps:
-        again = sum(_size(x) * (SWEEP * rates.rounding + 4 * x.in_features * rates.product) for x in linears)
+        each = GUIDED_SWEEP if work.together else SWEEP
+        again = sum(_size(x) * (each * rates.rounding + 4 * x.in_features * rates.product) for x in linears)
         found["layers"] += share * work.sweeps * again
     if work.iters:
         found["layers"] += share * len(spec.layers) * work.iters * SAMPLES * work.seqlen * 3 * rates.exact

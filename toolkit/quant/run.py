@@ -287,6 +287,7 @@ def _tell_time(
         tune_steps=0 if KEY in there else tune_steps,
         iters=recipe.options.get("iters", 0),
         sweeps=recipe.options.get("sweeps", 0),
+        together=guided > 0,
         eval_tokens=common.measured,
     )
     common.notice(estimate.line(estimate.seconds(source, work, estimate.measure(source, setting.device))))

@@ -5,7 +5,7 @@ outputs do beside each other (``guide.py``; where that is not known the identity
 all groups and then through the codes of all columns, and takes what lessens it.
 
 Sources: coordinate descent over codes, each row by itself: Behdin et al., "QuantEase: Optimization-based Quantization
-for Language Models" (2023); Nair and Suggala, "CDQuant: Greedy Coordinate Descent for Efficient LLM Quantization"
+for Language Models" (2023); Nair and Suggala, "CDQuant: Greedy Coordinate Descent for Accurate LLM Quantization"
 (2024).
 """
 
