@@ -13,6 +13,7 @@ enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2, ONES = 3 };  // ONES: of scal
 enum Format : int32_t { DENSE = 1, INT = 2 };
 // Those with two digits have keys and values of so many bits.
 enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_INT8 = 3, KV_INT64 = 4, KV_INT44 = 5, KV_INT55 = 6, KV_INT54 = 7, KV_INT65 = 8 };
+constexpr int32_t TRELLIS_VERSION = 1;  // Matrix::trellis, of linear/trellis_tables.h: whatever packs by other tables has another number
 inline int key_bits(int32_t type) { return type == KV_INT8 ? 8 : type == KV_INT64 || type == KV_INT65 ? 6 : type == KV_INT44 ? 4 : 5; }
 inline int value_bits(int32_t type) { return type == KV_INT8 ? 8 : type == KV_INT55 || type == KV_INT65 ? 5 : 4; }
 // Whether keys (and queries with them) and values are turned by a Hadamard matrix before they are rounded. Results of values
@@ -39,19 +40,22 @@ constexpr int64_t pad16(int64_t n) { return (n + 15) / 16 * 16; }
 //         codes, 4 bits: for each 8 columns 64 bytes, byte 4r+j = code(r, k+j) | code(r, k+4+j) << 4
 //         codes, 8 bits: for each 4 columns 64 bytes, byte 4r+j = code(r, k+j)
 //         w = (code - zero) * scale, or code * scale + minimum. 8-bit codes without minima have zero 128 throughout.
+//         trellis, 2 to 4 bits: header: 16 float16 scales, then of each row the byte of its stream before the group. Codes: for each
+//         8 columns the rows' next `bits` bytes. w = table[the last 8 bits of the stream] * scale (linear/trellis_tables.h).
 struct Matrix {
     int32_t format = 0;
     int32_t dtype = 0;
     int32_t bits = 0;
     int32_t group = 0;
     int32_t minima = 0;
+    int32_t trellis = 0;
     int64_t rows = 0;
     int64_t cols = 0;
     const uint8_t* data = nullptr;
 
     int64_t tiles() const { return (rows + LANES - 1) / LANES; }
     int64_t groups() const { return cols / group; }
-    int64_t header_bytes() const { return dtype == ONES ? 0 : dtype == F32 ? 128 : 64; }
+    int64_t header_bytes() const { return trellis ? 48 : dtype == ONES ? 0 : dtype == F32 ? 128 : 64; }
     int64_t group_bytes() const { return header_bytes() + int64_t(group) * LANES * bits / 8; }
     int64_t tile_bytes() const {
         return format == INT ? groups() * group_bytes() : cols * LANES * (dtype == F32 ? 4 : 2);
@@ -261,6 +265,28 @@ struct FitRun {
     int32_t negative;  // lows are at most 0
 };
 
+// Rows of a weight, some columns of them, rounded to a trellis (quantize/trellis.cpp). The value of a column is table[the last 8 bits of its
+// row's stream] * its group's scale; each column adds `bits` bits, at the top.
+//
+// An error of column k moves what column j > k wants by -back[k][j] times it, and column k costs its error's square times weights[k].
+struct TrellisRun {
+    static constexpr int64_t WIDEST = 272;  // columns
+
+    const float* x;  // [rows], ld apart
+    int64_t ld, rows, width;
+    const int8_t* table;   // [256]
+    const float* back;     // [width][width]
+    const float* weights;  // [width]
+    float* scales;         // of a row's groups, ld_scales apart
+    int64_t ld_scales, first, group;  // column j is of group (first + j) / group
+    uint8_t* state;  // [rows], of the last 8 bits those that stay; moved on
+    uint8_t* out;    // [rows][keep]: the last 8 bits at the first `keep` columns; the others show the way
+    int64_t keep;
+    const float* tried;  // [rows][tries]: scales of which the cheapest becomes scales[row]; nothing else is done then
+    int64_t tries;
+    int32_t bits;  // 2, 3 or 4
+};
+
 struct Ops {
     const char* name;
     int32_t bf16_dot;     // it multiplies bfloat16
@@ -287,6 +313,8 @@ struct Ops {
     void (*squares)(const SquaresRun& r, int64_t r0, int64_t r1);
     // groups [g0, g1)
     void (*fit_scales)(const FitRun& r, int64_t g0, int64_t g1);
+    // rows [r0, r1)
+    void (*trellis_rows)(const TrellisRun& r, int64_t r0, int64_t r1);
     // out = x / rms(x) * w; n elements, w padded like out to a multiple of 16 with zeros
     void (*rms_norm)(const float* x, const float* w, int64_t n, float eps, float* out);
     // out = (x - mean) / std * w + b; b null = none

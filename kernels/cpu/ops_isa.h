@@ -26,6 +26,7 @@ void round_rows(const RoundRun& r, int64_t r0, int64_t r1, float* scratch);
 void code_rows(CodeRun& r);
 void squares(const SquaresRun& r, int64_t r0, int64_t r1);
 void fit_scales(const FitRun& r, int64_t g0, int64_t g1);
+void trellis_rows(const TrellisRun& r, int64_t r0, int64_t r1);
 void rms_norm(const float* x, const float* w, int64_t n, float eps, float* out);
 void layer_norm(const float* x, const float* w, const float* b, int64_t n, float eps, float* out);
 void add_scaled(float* y, const float* x, float alpha, int64_t n);
@@ -90,7 +91,7 @@ TK_INLINE F header_floats(const uint8_t* h, int32_t dtype, int which) {
 TK_INLINE const uint8_t* header_zeros(const uint8_t* h, int32_t dtype) { return h + (dtype == F32 ? 64 : 32); }
 
 TK_INLINE bool same_shape(const Matrix& a, const Matrix& b) {
-    return a.bits == b.bits && a.group == b.group && a.minima == b.minima && a.dtype == b.dtype && a.cols == b.cols;
+    return a.bits == b.bits && a.group == b.group && a.minima == b.minima && a.trellis == b.trellis && a.dtype == b.dtype && a.cols == b.cols;
 }
 
 // Tokens of the block that starts at t: blocks of at most `widest` are as equal as can be.

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "linear/trellis_tables.h"
 #include "ops.h"
 
 #define TK_EXPORT extern "C" __attribute__((visibility("default")))
@@ -91,6 +92,15 @@ TK_EXPORT int tk_op_code_rows(const char* isa, tk::CodeRun* runs, int64_t count,
 TK_EXPORT int tk_op_fit_scales(const char* isa, const tk::FitRun* r, int64_t threads) {
     const tk::Ops* ops = find(isa);
     if (ops) split(threads, r->groups, 1024, [&](int64_t g0, int64_t g1) { ops->fit_scales(*r, g0, g1); });
+    return !ops;
+}
+
+TK_EXPORT const int8_t* tk_trellis_table(int32_t bits) { return tk::trellis_table(bits); }
+
+// All rows by so many threads.
+TK_EXPORT int tk_op_trellis(const char* isa, const tk::TrellisRun* r, int64_t threads) {
+    const tk::Ops* ops = find(isa);
+    if (ops) split(threads, r->rows, 16, [&](int64_t r0, int64_t r1) { ops->trellis_rows(*r, r0, r1); });
     return !ops;
 }
 

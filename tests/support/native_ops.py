@@ -30,6 +30,7 @@ class Matrix(Structure):
         ("bits", c_int32),
         ("group", c_int32),
         ("minima", c_int32),
+        ("trellis", c_int32),
         ("rows", c_int64),
         ("cols", c_int64),
         ("data", c_void_p),
@@ -122,7 +123,7 @@ class NativeOps:
 
     def matrix(self, p: PackedTensor) -> Matrix:
         m = p.meta
-        return Matrix(m.kind, m.dtype, m.bits, m.group, int(m.minima), m.rows, m.cols, p.data.ctypes.data)
+        return Matrix(m.kind, m.dtype, m.bits, m.group, int(m.minima), m.trellis, m.rows, m.cols, p.data.ctypes.data)
 
     def quantize(self, x: np.ndarray, group: int, perm: np.ndarray | None = None):
         rows, cols = x.shape

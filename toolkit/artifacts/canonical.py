@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
+from toolkit.artifacts.streams import places
+
 
 class ByRow:
     """A form whose tensors named in ``BY_ROW`` have a row for each row of the weight; the others are of all rows."""
@@ -380,4 +382,47 @@ class Codebook(Coded):
         return (values * self.scales.float()[..., None]).flatten(1).to(dtype)
 
 
-Weight = Dense | GroupInt | ChannelInt8 | Fp8 | BlockFp8 | Fp4 | Codebook
+@dataclass(frozen=True)
+class Trellis(Cut):
+    """Values that are looked up by the last 8 bits of a row's stream of ``bits`` bits a weight, times a scale.
+
+    ``words``: int32 [out, in*bits/32]; ``table``: int8 [256]; ``scales``: float16 [out, in/group_size].
+        w = table[place] * scale    (``streams.places``)
+    """
+
+    BY_ROW = ("words", "scales")
+
+    words: Tensor
+    table: Tensor
+    scales: Tensor
+    bits: int
+    group_size: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.words.shape[0], self.words.shape[1] * 32 // self.bits
+
+    @property
+    def cut_anywhere(self) -> bool:
+        return True
+
+    def _columns(self, start: int, stop: int) -> GroupInt:
+        """Of some inputs, which are looked up by bits that stand before them."""
+        return self.integers().take_columns(start, stop)
+
+    def integers(self) -> GroupInt:
+        """The same numbers as 8-bit codes."""
+        values = (self.table.short() + 128).to(torch.uint8)
+        codes = torch.empty(self.shape, dtype=torch.uint8, device=self.words.device)
+        if not codes.is_meta:
+            step = max(1, (1 << 22) // self.shape[1])
+            for words, part in zip(self.words.split(step), codes.split(step), strict=True):
+                part.copy_(values[places(words, self.bits).long()])
+        zeros = torch.full(self.scales.shape, 128, dtype=torch.uint8, device=self.scales.device)
+        return GroupInt(codes, self.scales, zeros, 8, self.group_size)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.integers().dequantize(dtype)
+
+
+Weight = Dense | GroupInt | ChannelInt8 | Fp8 | BlockFp8 | Fp4 | Codebook | Trellis

@@ -8,16 +8,25 @@ from typing import Any
 
 import torch
 
-from toolkit.artifacts.canonical import GroupInt, Weight
+from toolkit.artifacts.canonical import GroupInt, Trellis, Weight
+from toolkit.artifacts.formats import trellis
 from toolkit.errors import UsageError
 from toolkit.quant import gguf
 from toolkit.quant.layers.source import LayerSource
-from toolkit.quant.methods import awq, gptq
+from toolkit.quant.methods import awq
 from toolkit.quant.methods.grid import choose_groups, some_of
+from toolkit.quant.methods.rounded import Rounding
 from toolkit.quant.opening import choose, targets
 from toolkit.quant.options import AutoRound, Awq, Common, Gptq
+from toolkit.runners.native import library
 
-MIXED = ("compressed-tensors", "gptq_v2", "gptq", "auto_round")  # formats that hold layers of different groups
+MIXED = (
+    "compressed-tensors",
+    "gptq_v2",
+    "gptq",
+    "auto_round",
+    trellis.METHOD,
+)  # formats that hold layers of different groups
 
 
 def grids(
@@ -28,7 +37,8 @@ def grids(
     """
     found, auto = targets(source, choose(source, common)), options.w_group_size == "auto"
     groups = choose_groups(options.w_group_size, found)
-    grid, odd = awq.Grid(options.w_bits, groups.size, options.w_sym), groups.odd
+    in_trellis = common.format == trellis.METHOD
+    grid, odd = awq.Grid(options.w_bits, groups.size, options.w_sym and not in_trellis, trellis=in_trellis), groups.odd
     if auto and not rows:  # auto-round looks at both sides
         odd |= {x.name for x in found if x.out_features % 32}
     told = f"--w-group-size auto: 128, 64, 32 do not divide the {'inputs' if rows else 'rows or columns'} of "
@@ -47,18 +57,28 @@ def grids(
     return grid, {}, replace(common, skip=skip, quantize_lm_head=head)
 
 
+def check_trellis(options: Awq | Gptq) -> None:
+    """Raise UsageError for what does not go with trellis codes, or where nothing here can round to them."""
+    if options.w_bits not in trellis.BITS:
+        raise UsageError(f"--w-bits: trellis codes have 2, 3 or 4 bits, found {options.w_bits}")
+    if options.desc_act or options.sweeps:
+        raise UsageError("--desc-act, --sweeps: trellis codes of a row hang together, in its order; leave them out")
+    if (reason := library.available()) is not None:
+        raise UsageError(f"--format trellis: {reason}")
+
+
 def grid_options(grid: awq.Grid) -> dict[str, Any]:
     return {"w_bits": grid.bits, "w_sym": grid.symmetric, "w_group_size": grid.group_size}
 
 
-def rounding_of(options: Awq | Gptq) -> gptq.Rounding:
-    return gptq.Rounding(
+def rounding_of(options: Awq | Gptq) -> Rounding:
+    return Rounding(
         options.damp, options.shrink, options.desc_act, options.static_groups,
         carry=options.carry_error, sweeps=options.sweeps,
     )  # fmt: skip
 
 
-def rounding_options(how: gptq.Rounding) -> dict[str, float | bool]:
+def rounding_options(how: Rounding) -> dict[str, float | bool]:
     if not 0 < how.damp < 1:
         raise UsageError(f"--damp: expected a share between 0 and 1, found {how.damp:g}")
     if not 0 <= how.shrink <= 1:
@@ -75,6 +95,10 @@ def integers(grid: awq.Grid, act_order: bool, rows: int, columns: int) -> Weight
     size = columns if grid.group_size == -1 or columns % grid.group_size else grid.group_size
     middle = torch.full((1, 1), 1 << (grid.bits - 1) if grid.symmetric else 0, dtype=torch.uint8)
     groups = columns // size
+    if grid.trellis:
+        words = torch.zeros(1, 1, dtype=torch.int32).expand(rows, columns * grid.bits // 32)
+        scales = torch.ones(1, 1, dtype=torch.float16).expand(rows, groups)
+        return Trellis(words, torch.zeros(256, dtype=torch.int8), scales, grid.bits, size)
     index = torch.arange(columns - 1, -1, -1, dtype=torch.int32) // size if act_order else None
     return GroupInt(
         middle.expand(rows, columns),

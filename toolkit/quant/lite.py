@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Fp4, Fp8, Weight
+from toolkit.artifacts.formats import trellis
 from toolkit.artifacts.formats.blocked_fp8 import BLOCK
 from toolkit.base.extras import require
 from toolkit.configs.option import read_size
@@ -21,13 +22,14 @@ from toolkit.models.sites import Site
 from toolkit.quant import gguf
 from toolkit.quant.artifact_size import cost_of
 from toolkit.quant.budget import budget_of
-from toolkit.quant.grids import MIXED, grid_options, grids, integers, rounding_of, rounding_options
+from toolkit.quant.grids import MIXED, check_trellis, grid_options, grids, integers, rounding_of, rounding_options
 from toolkit.quant.layer_config import read_layer_config
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.methods import autoround, awq, floats, gptq, smooth
 from toolkit.quant.methods import search as finder
 from toolkit.quant.methods.guide import Guide
+from toolkit.quant.methods.rounded import Rounding
 from toolkit.quant.methods.sensitivity import SAMPLES
 from toolkit.quant.opening import choose, open_source, targets
 from toolkit.quant.options import AutoRound, Awq, BlockedFp8, Common, Gptq, Search, SmoothQuant
@@ -63,15 +65,19 @@ def auto_awq(
     if rounding not in ("nearest", "gptq"):
         raise UsageError(f"--rounding: expected nearest or gptq, found {rounding!r}")
     feedback, how = rounding == "gptq", rounding_of(options)
-    if not feedback and (how != gptq.Rounding() or options.guide_samples is not None):
+    if not feedback and (how != Rounding() or options.guide_samples is not None):
         raise UsageError(
             "--damp, --shrink, --carry-error, --guide-samples, --sweeps, --desc-act, --static-groups: they are GPTQ's; "
             "give --rounding gptq too"
         )
+    if common.format == trellis.METHOD:
+        check_trellis(options)
+        if not feedback:
+            raise UsageError("--rounding nearest: trellis codes are rounded with error feedback; expected gptq")
     if options.w_bits != 4 and common.format in (None, "awq"):
         raise UsageError(
             f"--w-bits: the AWQ gemm format holds 4-bit weights alone, found {options.w_bits}; "
-            "give --format gptq_v2 or compressed-tensors too, or leave it out"
+            "give --format gptq_v2, compressed-tensors or trellis too, or leave it out"
         )
     source = open_source(model, common, "auto_awq")
     grid, own, common = grids(options, source, common)
@@ -96,7 +102,7 @@ def auto_awq(
         options=told,
         method=method,
         sample=partial(integers, grid, feedback and how.act_order),
-        formats=MIXED if own else ("awq", "gptq_v2", "gptq", "compressed-tensors", "auto_round", "gguf"),
+        formats=MIXED if own else ("awq", *MIXED, "gguf"),
         group_size=grid.group_size,
         sequential=feedback,
         carries=feedback and how.carry,
@@ -118,6 +124,8 @@ def auto_gptq(
     holds a zero point of 0. Raises as ``auto_awq`` does."""
     if options.w_bits not in GPTQ_BITS:
         raise UsageError(f"--w-bits: GPTQ holds weights of 2, 3, 4 or 8 bits, found {options.w_bits}")
+    if common.format == trellis.METHOD:
+        check_trellis(options)
     source = open_source(model, common, "auto_gptq")
     (grid, own, common), how = grids(options, source, common), rounding_of(options)
     gptq_names = ("gptq", "gptq_v2") if grid.symmetric else ("gptq_v2", "gptq")
@@ -127,7 +135,7 @@ def auto_gptq(
         options=grid_options(grid) | rounding_options(how),
         method=lambda dtype, directory: gptq.method(grid, how, dtype=dtype, own=own, curves=Guide.of(directory).curves),
         sample=partial(integers, grid, how.act_order),
-        formats=(*gptq_names, "compressed-tensors", "auto_round", *uniform),
+        formats=(*gptq_names, "compressed-tensors", "auto_round", *uniform, trellis.METHOD),
         group_size=grid.group_size,
         sequential=True,
         carries=how.carry,
@@ -230,7 +238,7 @@ def search(
         costs = replace(costs, of=cost_of(source, lambda grid, *shape: integers(grid, False, *shape)))
     budget = budget_of(options, size, source, linears, heads, costs, common)
     grid = awq.Grid(4, 32, False)
-    how = gptq.Rounding(options.damp, options.shrink, carry=options.carry_error, sweeps=options.sweeps)
+    how = Rounding(options.damp, options.shrink, carry=options.carry_error, sweeps=options.sweeps)
     chosen = {x.name: finder.head_grid(x, costs.gguf) for x in heads}
     inputs = {x.name: x.in_features for x in linears}
 

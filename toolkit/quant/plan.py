@@ -12,7 +12,8 @@ from toolkit.quant.layers.probe import WINDOW
 from toolkit.quant.layers.source import LayerSource, module_bytes
 from toolkit.quant.layers.statistics import in_turns
 from toolkit.quant.methods import guide
-from toolkit.quant.methods.gptq import EXACT, batches
+from toolkit.quant.methods.gptq import batches
+from toolkit.quant.methods.rounded import EXACT
 
 BASE = 350 << 20  # the interpreter with torch and the libraries that it loads
 BUFFERS = 50 << 20  # work on pieces …

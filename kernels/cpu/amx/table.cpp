@@ -6,6 +6,10 @@
 namespace tk {
 namespace avx512vnni {
 extern const Ops table;
+int64_t trellis_scratch(const Ops& ops, const Matrix& w);
+void linear_trellis(const Ops& ops, const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch);
+void gated_trellis(const Ops& ops, const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
+                   const Store& to, void* scratch);
 }
 namespace amx {
 
@@ -16,17 +20,20 @@ namespace {
 const Ops& base = avx512vnni::table;
 
 int64_t linear_scratch(const Matrix& w) {
+    if (w.trellis) return avx512vnni::trellis_scratch(*table(), w);
     const int64_t bytes = w.format == INT ? tiled_scratch(w) : loose_scratch(w), others = base.linear_scratch(w);
     return bytes > others ? bytes : others;
 }
 
 void linear(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
+    if (w.trellis) return avx512vnni::linear_trellis(*table(), w, in, count, t0, t1, to, scratch);
     if (loose(w, w, in)) return linear_loose(w, in, count, t0, t1, to, scratch);
     (tiled(w, count) ? linear_tiled : base.linear)(w, in, count, t0, t1, to, scratch);
 }
 
 void gated(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to,
            void* scratch) {
+    if (gate.trellis) return avx512vnni::gated_trellis(*table(), gate, up, in, count, t0, t1, to, scratch);
     if (loose(gate, up, in)) return gated_loose(gate, up, in, count, t0, t1, to, scratch);
     (tiled(gate, count) && same_shape(gate, up) ? gated_tiled : base.gated)(gate, up, in, count, t0, t1, to, scratch);
 }

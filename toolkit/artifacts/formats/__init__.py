@@ -14,6 +14,7 @@ from toolkit.artifacts.formats import (
     gguf_types,
     gptq,
     mxfp4,
+    trellis,
     w8a8,
 )
 from toolkit.artifacts.formats.layout import Expected
@@ -40,7 +41,7 @@ class WeightFormat(Protocol):
 
 
 _MODULES: tuple[WeightFormat, ...] = (
-    awq, gptq, auto_round, compressed_tensors, w8a8, blocked_fp8, mxfp4, gguf_types
+    awq, gptq, auto_round, compressed_tensors, w8a8, blocked_fp8, mxfp4, trellis, gguf_types
 )  # fmt: skip
 FORMATS: dict[str, WeightFormat] = {module.METHOD: module for module in _MODULES}
 

@@ -12,7 +12,7 @@ from toolkit.errors import ToolkitError
 if TYPE_CHECKING:
     from toolkit.artifacts.canonical import Weight
 
-Form = Literal["group_int", "channel_int8", "fp8", "block_fp8", "fp4", "codebook"]
+Form = Literal["group_int", "channel_int8", "fp8", "block_fp8", "fp4", "codebook", "trellis"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Layout:
 
 def layout_of(weight: Weight) -> Layout | None:
     """The layout of a weight, None where it is dense."""
-    from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Codebook, Dense, Fp4, Fp8, GroupInt
+    from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Codebook, Dense, Fp4, Fp8, GroupInt, Trellis
 
     columns = weight.shape[1]
     if isinstance(weight, Dense):
@@ -50,6 +50,8 @@ def layout_of(weight: Weight) -> Layout | None:
         return Layout("block_fp8", 8, -1, columns, dtype=_name(weight.weight.dtype), block=weight.block)
     if isinstance(weight, Fp4):
         return Layout("fp4", 4, weight.group_size, columns, dtype=_name(weight.scales.dtype))
+    if isinstance(weight, Trellis):
+        return Layout("trellis", weight.bits, -1 if weight.group_size == columns else weight.group_size, columns)
     assert isinstance(weight, Codebook)
     return Layout("codebook", weight.bits, weight.group_size, columns)
 
@@ -70,6 +72,7 @@ def form_name(weight: Weight) -> str:
         "block_fp8": f"{layout.dtype} in blocks",
         "fp4": f"4-bit floats in blocks of {layout.group_size}",
         "codebook": f"{layout.bits}-bit codes of a table",
+        "trellis": f"{layout.bits}-bit trellis codes",
     }
     found = names[layout.form]
     if layout.form == "group_int":

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.formats import auto_round, awq, blocked_fp8, compressed_tensors, gptq, mxfp4, w8a8
+from toolkit.artifacts.formats import auto_round, awq, blocked_fp8, compressed_tensors, gptq, mxfp4, trellis, w8a8
 from toolkit.artifacts.formats.describe import Layout
 from toolkit.artifacts.formats.layout import STACKED
 
@@ -69,6 +69,7 @@ WRITERS: dict[str, Writer] = {
         Writer("w8a8", w8a8.cannot_hold, w8a8.write_linear, w8a8.config_of),
         Writer("fp8", blocked_fp8.cannot_hold, blocked_fp8.write_linear, blocked_fp8.config),
         Writer("mxfp4", mxfp4.cannot_hold, mxfp4.write_linear, mxfp4.config),
+        Writer("trellis", trellis.cannot_hold, trellis.write_linear, trellis.config),
     )
 }
 
@@ -81,11 +82,11 @@ def vision_linears(stored: Iterable[StoredTensor]) -> list[str]:
 
 def adapt(weight: Weight, writer: Writer) -> tuple[Weight, str | None]:
     """(the weight in a form that ``writer`` holds, with the same numbers; None), or (as it was; why that cannot be)."""
-    from toolkit.artifacts.canonical import GroupInt
+    from toolkit.artifacts.canonical import GroupInt, Trellis
 
-    candidate = weight
-    if isinstance(weight, GroupInt) and writer.bits:
-        candidate = _as_plain_group_int(weight, writer.bits)
+    candidate = weight.integers() if isinstance(weight, Trellis) and writer.name != trellis.METHOD else weight
+    if isinstance(candidate, GroupInt) and writer.bits:
+        candidate = _as_plain_group_int(candidate, writer.bits)
     elif writer.name == "fp8":
         candidate = _as_tiles(weight)
     reason = writer.cannot_hold(candidate)

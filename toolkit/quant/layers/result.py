@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, SuperScales, Weight
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, SuperScales, Trellis, Weight
 from toolkit.artifacts.scales import UNSCALED, AllScales, Scales
 from toolkit.base.record import read
 from toolkit.models.sites import Site
@@ -19,7 +19,7 @@ from toolkit.quant.layers.statistics import Gram
 from toolkit.runners.weights.folding import Folded
 
 FOLDED = "folded."  # before the names of a linear's scales
-_FORMS: dict[str, Any] = {c.__name__: c for c in (Dense, GroupInt, ChannelInt8, Fp8, BlockFp8, Fp4)}
+_FORMS: dict[str, Any] = {c.__name__: c for c in (Dense, GroupInt, ChannelInt8, Fp8, BlockFp8, Fp4, Trellis)}
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,8 @@ def storable_bits(value: Weight) -> int:
         case GroupInt():
             groups = rows * columns // value.group_size
             return rows * columns * value.bits + groups * (value.scales.element_size() * 8 + value.bits)
+        case Trellis():
+            return rows * columns * value.bits + value.scales.numel() * 16 + 256 * 8
         case ChannelInt8() | Fp8():
             return rows * columns * 8 + rows * 32
         case BlockFp8():

@@ -35,6 +35,7 @@ from toolkit.quant.layers.spill import Tensors
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.methods import gptq
 from toolkit.quant.methods.awq import Grid, inputs_after
+from toolkit.quant.methods.rounded import Rounding
 from toolkit.quant.run import Prepared
 from toolkit.quant.selection import Selection
 from toolkit.runners.weights.folding import Folded
@@ -91,7 +92,7 @@ def _reached(layer: LayerSpec) -> bool:
 def method(directory: Path, tuning: Tuning, *, dtype: torch.dtype, head: str) -> Method:
     """Takes the codes that ``tune`` left in ``directory`` and measures their error. ``head``, the name of what is no
     block, is rounded by GPTQ: tuning it would take longer than all the blocks."""
-    by_gptq = gptq.method(tuning.grid, gptq.Rounding(shrink=0.0), dtype=dtype)
+    by_gptq = gptq.method(tuning.grid, Rounding(shrink=0.0), dtype=dtype)
 
     def run(
         sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]

@@ -31,12 +31,13 @@ CLIP_STEPS = tuple(1.0 - 0.05 * i for i in range(11))  # shares of a group's ran
 @dataclass(frozen=True)
 class Grid:
     """The integer grid that a linear is rounded to. ``group_size`` -1: one group a row. ``ggml``: the GGUF type with
-    super-blocks, if it is one, whose own search rounds to it."""
+    super-blocks, if it is one, whose own search rounds to it. ``trellis``: codes of so many bits are a trellis'."""
 
     bits: int = 4
     group_size: int = 128
     symmetric: bool = False
     ggml: str | None = None
+    trellis: bool = False
 
 
 def scale_candidates(activation: Tensor, share: Tensor) -> Iterator[Tensor]:

@@ -45,12 +45,19 @@ class Rows:
         """H times it."""
         return some if self.curve is None else self.curve @ some
 
+    def pull(self) -> Tensor:
+        """H Δ G [out, in]."""
+        return self.across(self.lost) @ self.gram
+
     def sweep(self) -> None:
-        pull = self.across(self.lost) @ self.gram
-        for group in range(self.scale.shape[1]):
-            self._scales(group, pull)
+        pull = self.pull()
+        self.sweep_scales(pull)
         for start in range(0, self.codes.shape[1], BLOCK):
             self._codes(start, min(start + BLOCK, self.codes.shape[1]), pull)
+
+    def sweep_scales(self, pull: Tensor) -> None:
+        for group in range(self.scale.shape[1]):
+            self._scales(group, pull)
 
     def _scales(self, group: int, pull: Tensor) -> None:
         """The best scales of a group, of all rows together; ``pull`` [out, in]: H Δ G, kept up to date."""

@@ -8,13 +8,13 @@ columns j > i move by −(w − ŵ) / U[i,i] · U[i,j]. Columns go in blocks, so
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import GroupInt
+from toolkit.artifacts.canonical import GroupInt, Trellis
 from toolkit.artifacts.gguf import quantize as gguf_quantize
 from toolkit.errors import ToolkitError
 from toolkit.kernels.torch.product import product
@@ -23,62 +23,16 @@ from toolkit.models.sites import Site, modules
 from toolkit.models.spec import LinearSpec
 from toolkit.quant.layers.result import LinearReport, Made, Method, by_site
 from toolkit.quant.layers.statistics import Gram, shrink
-from toolkit.quant.methods import carried, guide
+from toolkit.quant.methods import carried, guide, trellis
 from toolkit.quant.methods.awq import Grid, inputs_after, search_clip
 from toolkit.quant.methods.descent import Rows
 from toolkit.quant.methods.grid import grid_of, group_range, no_scale, round_to
-from toolkit.quant.options import Gptq
+from toolkit.quant.methods.rounded import Factor, Rounded, Rounding, inverse_factor
 from toolkit.runners.native.packing.gguf_scales import find_scales
 from toolkit.runners.weights.folding import Folded
 
 ROWS = 16384  # rows of one input's linears that are rounded together …
 ACROSS_BYTES = 32 << 20  # … and of more than one module (several experts) so many bytes
-EXACT = 2048  # up to so many inputs the factorization is done in float64, its memory being small
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """``damp``: share of H's mean diagonal that is added to it. ``shrink``: see the function. ``desc_act``: columns
-    with the largest H[i,i] first; with ``static_groups`` groups stay consecutive and their grids come from the weights
-    before any column moved, without they are made of columns in that order (act-order: the file then holds each
-    column's group). ``clip``: search each group's range; else it spans all its weights. ``carry``: whether weights are
-    changed first (``carried.py``), where statistics have what that takes. ``sweeps``: times that ``descent.py`` goes
-    through all of it again. ``block``: columns between two matrix products.
-    """
-
-    damp: float = Gptq.damp
-    shrink: float = Gptq.shrink
-    desc_act: bool = Gptq.desc_act
-    static_groups: bool = Gptq.static_groups
-    clip: bool = True
-    carry: bool = Gptq.carry_error
-    sweeps: int = Gptq.sweeps
-    block: int = 128
-
-    @property
-    def act_order(self) -> bool:
-        """Whether groups are made of columns that do not follow one another."""
-        return self.desc_act and not self.static_groups
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """``codes`` uint8 [out, in] and the grid's ``scale``, ``zero`` [out, groups], float; ``group_index`` int32 [in] or
-    None where groups are consecutive."""
-
-    codes: Tensor
-    scale: Tensor
-    zero: Tensor
-    group_index: Tensor | None
-
-    def dense(self) -> Tensor:
-        """The weights that it stands for."""
-        index = self.group_index
-        if index is None:
-            index = torch.arange(self.codes.shape[1], device=self.codes.device) // (
-                self.codes.shape[1] // self.scale.shape[1]
-            )
-        return (self.codes - self.zero[:, index]) * self.scale[:, index]
 
 
 Curves = Callable[[str], Sequence[Tensor] | None]
@@ -129,7 +83,7 @@ def round_site(
     rounding: Rounding,
     factor: Factor | None,
     curves: Curves,
-) -> Iterator[tuple[LinearSpec, GroupInt]]:
+) -> Iterator[tuple[LinearSpec, GroupInt | Trellis]]:
     """Codes of the linears that share an input: those in ``curves`` one by one, of others some at once, as their rows
     do not touch each other.
 
@@ -156,7 +110,7 @@ def round_site(
 
 def _round_alone(weight: Tensor, factor: Factor, grid: Grid, rounding: Rounding) -> Rounded:
     """Rows that do not make up for each other. Nobody else need hold ``weight`` where nothing is swept."""
-    if not rounding.sweeps:
+    if not rounding.sweeps and not grid.trellis:
         return round_columns(weight, factor, grid, rounding)
     parts = weight.split(guide.MOST_ROWS)
     found = [swept(x, round_columns(x, factor, grid, rounding), factor, grid, rounding, None) for x in parts]
@@ -192,74 +146,17 @@ def _super_blocks(weight: Tensor, kind: str, xtx: Tensor, name: str) -> GroupInt
 
 def _split(
     rounded: Rounded, linears: Sequence[LinearSpec], weights: Mapping[str, Tensor], grid: Grid
-) -> list[GroupInt]:
-    parts, start = [], 0
+) -> list[GroupInt | Trellis]:
+    parts: list[GroupInt | Trellis] = []
+    start = 0
     for linear in linears:
         rows = slice(start, start + linear.out_features)
         start += linear.out_features
-        scale = rounded.scale[rows].to(torch.float16)
-        if not bool(torch.isfinite(scale).all()):
+        if not bool(torch.isfinite(rounded.scale[rows].to(torch.float16)).all()):
             raise ToolkitError(no_scale(linear.name, weights[linear.name]))
-        parts.append(
-            GroupInt(
-                codes=rounded.codes[rows].clone().cpu(),  # a view would keep the whole
-                scales=scale.cpu(),
-                zeros=rounded.zero[rows].to(torch.uint8).cpu(),
-                bits=grid.bits,
-                group_size=linear.in_features if grid.group_size == -1 else grid.group_size,
-                group_index=None if rounded.group_index is None else rounded.group_index.cpu(),
-            )
-        )
+        size = linear.in_features if grid.group_size == -1 else grid.group_size
+        parts.append(rounded.part(rows, grid.bits, size))
     return parts
-
-
-@dataclass(frozen=True)
-class Factor:
-    """``order``: int64 [n], the columns in the order they are rounded; ``xtx`` [n, n]: what was factored, as it came;
-    ``upper`` [n, n]: the upper Cholesky factor of the inverse of H, shrunk by ``share`` and damped, in that order."""
-
-    order: Tensor
-    xtx: Tensor
-    upper: Tensor
-    share: float
-
-    def block(self, columns: Tensor) -> Tensor:
-        """H of some columns (their places in the weight, not in ``order``), shrunk, not damped."""
-        if len(columns) == len(self.xtx):
-            return self.xtx  # one group a row: as large as anything there is
-        return shrink(self.xtx[columns[:, None], columns], self.share)
-
-
-def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
-    """Shrink, damp and order ``xtx``, whose diagonal is positive, and factor its inverse; damping grows tenfold until
-    that succeeds."""
-    n = len(xtx)
-    diagonal = xtx.diagonal()
-    mean = diagonal.mean()
-    order = torch.arange(n, device=xtx.device)
-    if rounding.desc_act:
-        order = torch.argsort(diagonal, descending=True, stable=True)
-    damp = rounding.damp
-    last = order.flip(0)
-    while True:  # of what is made here only one matrix more than the result is held at a time: they can be large
-        damped = (xtx[last[:, None], last] if rounding.desc_act else xtx.flip(0, 1)).to(
-            torch.float64 if n <= EXACT else xtx.dtype
-        )
-        shrink(damped, rounding.shrink).diagonal().add_(damp * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
-        del damped
-        if not int(failed):
-            # With columns the other way round H = L·Lᵀ, so that H⁻¹ = L⁻ᵀ·L⁻¹, and L⁻¹ turned back is upper.
-            inverse = torch.eye(n, dtype=lower.dtype, device=lower.device)
-            torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
-            del lower
-            if bool(torch.isfinite(inverse.diagonal()).all()):
-                break
-        assert damp < 1e6, "no damping makes a matrix of finite squares factor"
-        damp = max(damp * 10, 1e-4)
-    upper = inverse.flip(0, 1)
-    del inverse
-    return Factor(order, xtx, upper.to(xtx.dtype), rounding.shrink)
 
 
 def round_rows(
@@ -281,7 +178,7 @@ def round_rows(
             lost[block] = weight[block] - some[-1].dense()
             done.append(block)
         found = _joined(some, done)
-        if rounding.sweeps:
+        if rounding.sweeps or grid.trellis:
             found = swept(weight, found, factor, grid, rounding, guide.damped(curve.to(whole), own, rounding.shrink))
         made.append(found)
         order.append(rows)
@@ -292,21 +189,24 @@ def _joined(parts: Sequence[Rounded], rows: Sequence[Tensor]) -> Rounded:
     """One of several, and which rows each has."""
     back = torch.argsort(torch.cat(list(rows)))
     codes, scale, zero = (torch.cat([getattr(x, part) for x in parts])[back] for part in ("codes", "scale", "zero"))
-    return Rounded(codes, scale, zero, parts[0].group_index)
+    return replace(parts[0], codes=codes, scale=scale, zero=zero)
 
 
 def swept(
     weight: Tensor, rounded: Rounded, factor: Factor, grid: Grid, rounding: Rounding, curve: Tensor | None
 ) -> Rounded:
-    """The same with better codes and scales for ``weight`` [out, in], see ``descent.py``. ``curve``: H of its rows,
-    damped; None where each is by itself."""
+    """The same with better codes and scales for ``weight`` [out, in], see ``descent.py``; of a trellis, whose codes
+    hang together, with better scales. ``curve``: H of its rows, damped; None where each is by itself."""
     gram = shrink(factor.xtx.clone(), factor.share)
     gram.diagonal().add_(rounding.damp * gram.diagonal().mean())
-    lost, codes = weight - rounded.dense(), rounded.codes.float()
+    lost, codes = weight - rounded.dense(), rounded.values()
     by = None if rounded.group_index is None else torch.argsort(rounded.group_index, stable=True)
     if by is not None:  # groups of columns that do not follow one another
         lost, codes, gram = lost[:, by], codes[:, by], gram[by[:, None], by]
     rows = Rows(codes, rounded.scale.clone(), rounded.zero, lost, gram, curve, 2**grid.bits - 1)
+    if grid.trellis:
+        rows.sweep_scales(rows.pull())
+        return replace(rounded, scale=rows.scale)
     for _ in range(rounding.sweeps):
         rows.sweep()
     codes = rows.codes.to(torch.uint8)
@@ -318,6 +218,8 @@ def round_columns(weight: Tensor, factor: Factor, grid: Grid, rounding: Rounding
     ``weight``: it is let go of when it was copied."""
     n = weight.shape[1]
     size = n if grid.group_size == -1 else grid.group_size
+    if grid.trellis:
+        return trellis.round_columns(weight, factor, grid.bits, size)
     order, upper = factor.order, factor.upper
     act_order = rounding.act_order and size < n
     known = (rounding.desc_act and not act_order) or size == n

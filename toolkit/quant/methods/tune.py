@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.artifacts.canonical import ChannelInt8, Fp8, GroupInt
+from toolkit.artifacts.canonical import ChannelInt8, Fp8, GroupInt, Trellis
 from toolkit.artifacts.output.stage import Stage
 from toolkit.errors import UsageError
 from toolkit.measure.predictions import kl_divergence
@@ -39,7 +39,7 @@ LARGEST_GRADIENT = 2.0  # its norm over all that is tuned
 ROWS = 128  # positions whose logits are held at once: few enough that they fit what the heap keeps
 HELD_BACK = 4  # samples, at most, that tell whether tuning helped
 KEY = "tuned"  # the stage's key of what was found
-Code = GroupInt | ChannelInt8 | Fp8
+Code = GroupInt | Trellis | ChannelInt8 | Fp8
 """Weights whose scales are tuned."""
 
 
@@ -152,6 +152,7 @@ class Linear:
     @classmethod
     def of(cls, code: Code, bias: Tensor | None, device: torch.device) -> Linear:
         bias = None if bias is None else bias.to(device).float()
+        code = code.integers() if isinstance(code, Trellis) else code
         if not isinstance(code, GroupInt):  # a scale a row; bfloat16 holds every int8 and float8
             scales = code.scales.to(device)[:, None]
             centred = code.weight.to(device).to(torch.bfloat16)[:, None]

@@ -29,10 +29,12 @@ ISAS_VARIABLE = "TOOLKIT_NATIVE_ISAS"  # all (the default) or here
 FAMILIES = (
     "linear/int",
     "linear/dense",
+    "linear/trellis",
     "rowwise",
     "quantize/round_rows",
     "quantize/code_rows",
     "quantize/fit_scales",
+    "quantize/trellis",
     "attention/kv_cache",
     "attention/kv_codes",
     "attention/attention",

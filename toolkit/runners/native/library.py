@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 40  # tk_version of api.cpp, which says when both are raised
+VERSION = 41  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -45,6 +45,7 @@ class TensorRecord(Structure):
         ("group", c_int32),
         ("minima", c_int32),
         ("turned", c_int32),
+        ("trellis", c_int32),
     )
 
 
@@ -152,6 +153,15 @@ class FitRun(Structure):
     )
 
 
+class TrellisRun(Structure):
+    """tk::TrellisRun of kernels/cpu/ops.h."""
+
+    _fields_ = (
+        *_fields("x ld! rows! width! table back weights scales ld_scales! first! group! state out keep! tried tries!"),
+        ("bits", c_int32),
+    )
+
+
 _PROGRAM = (c_char_p, c_void_p, c_int64, POINTER(TensorRecord), c_int64, c_char_p, c_int64)
 _CALLS: dict[str, tuple[Any, ...]] = {  # what each gives, then what it takes
     "tk_error": (c_char_p,),
@@ -195,6 +205,8 @@ _CALLS: dict[str, tuple[Any, ...]] = {  # what each gives, then what it takes
     "tk_op_code_rows": (c_int, c_char_p, POINTER(CodeRun), c_int64, c_int64),
     "tk_op_squares": (c_int, c_char_p, POINTER(SquaresRun), c_int64),
     "tk_op_fit_scales": (c_int, c_char_p, POINTER(FitRun), c_int64),
+    "tk_op_trellis": (c_int, c_char_p, POINTER(TrellisRun), c_int64),
+    "tk_trellis_table": (c_void_p, c_int32),
 }
 
 
@@ -296,6 +308,11 @@ def run_op(name: str, runs: Any, *numbers: int) -> None:
     assert not failed, error(lib)
 
 
+def trellis_table(bits: int) -> bytes:
+    """The 256 int8 values that trellis codes of so many bits look up here."""
+    return ctypes.string_at(load(library_path()).tk_trellis_table(bits), 256)
+
+
 def tensor_records(tensors: Sequence[PackedTensor]) -> Any:
     """An array of what the library reads them by; they stay the caller's."""
     return (TensorRecord * max(len(tensors), 1))(*map(_record, tensors))
@@ -317,6 +334,7 @@ def _record(tensor: PackedTensor) -> TensorRecord:
         group=m.group,
         minima=int(m.minima),
         turned=int(m.turned),
+        trellis=m.trellis,
     )
 
 

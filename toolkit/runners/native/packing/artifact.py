@@ -21,10 +21,12 @@ from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import PREFIX, sizes
 from toolkit.runners.native.packing.packed import (
     DENSE,
+    F16,
     F32,
     INT,
     ITEM_BYTES,
     LAYOUT_VERSION,
+    TRELLIS,
     VECTOR,
     PackedMeta,
     PackedTensor,
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.canonical import Weight
 
 CPU_TARGET = "cpu"
-_INT_ONLY = ("bits", "group", "minima", "turned")
+_INT_ONLY = ("bits", "group", "minima", "turned", "trellis")
 
 
 def pack_cpu(
@@ -173,7 +175,9 @@ def _meta(where: str, entry: Any) -> PackedMeta:
     good = 0 < meta.rows < 1 << 31 and 0 < meta.cols < 1 << 31
     good = good and meta.dtype in ITEM_BYTES and meta.kind in (VECTOR, DENSE, INT)
     if meta.kind == INT:
-        good = good and meta.bits in (4, 8) and meta.group > 0 and meta.group % 16 == 0 and not meta.cols % meta.group
+        of_trellis = meta.trellis == TRELLIS and meta.bits in (2, 3, 4) and meta.dtype == F16 and not meta.minima
+        good = good and (of_trellis if meta.trellis else meta.bits in (4, 8))
+        good = good and meta.group > 0 and meta.group % 16 == 0 and not meta.cols % meta.group
     if not good:
         raise ToolkitError(f"{where}: unknown form {entry!r:.100}; convert the model again")
     return meta

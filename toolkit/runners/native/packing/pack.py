@@ -17,16 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weight
+from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Trellis, Weight
 from toolkit.artifacts.formats.words import Words
 from toolkit.base.threads import usable_cores
 from toolkit.runners.native import library
-from toolkit.runners.native.packing.packed import BF16, DENSE, F16, F32, INT, LANES, PackedMeta, PackedTensor
+from toolkit.runners.native.packing.packed import BF16, DENSE, F16, F32, INT, LANES, TRELLIS, PackedMeta, PackedTensor
 
 U8 = NDArray[np.uint8]
 TORCH_TYPES = {F32: torch.float32, BF16: torch.bfloat16, F16: torch.float16}
 TYPES = {v: k for k, v in TORCH_TYPES.items()}
 _LAYOUTS = {"rows": 1, "gptq": 2, "awq": 3}  # CodeLayout of pack_tiles.h
+_TRELLIS = 4  # likewise
 _ALONE = 1 << 18  # bytes that one thread packs sooner than two begin
 _SPLITS = (128, 96, 64, 48, 32, 16)  # activation groups that a long weight group is cut into
 
@@ -186,6 +187,25 @@ def pack_channel_int8(w: ChannelInt8) -> PackedTensor:
     return _unpacked_int(meta, None, scales, zeros, 1, codes=codes, ld=codes.stride(0), flip=128)
 
 
+def pack_trellis(w: Trellis) -> PackedTensor:
+    """Streams as they are; looked up by another table than the library's, or without it, as 8-bit codes. ValueError
+    where the groups do not fit the kernels."""
+    meta = packed_meta(w)
+    if w.words.is_meta:
+        return without_memory(meta)
+    if not meta.trellis:
+        return pack_group_int(w.integers())
+    words, scales = w.words.contiguous(), w.scales.contiguous()
+    source = {"codes": words, "ld": words.stride(0), "layout": _TRELLIS}
+    return _unpacked_int(meta, None, scales, scales, w.group_size // meta.group, **source)
+
+
+def _looked_up_here(w: Trellis) -> bool:
+    if w.table.is_meta:
+        return True
+    return library.unloadable() is None and w.table.numpy().tobytes() == library.trellis_table(w.bits)
+
+
 def packed_meta(w: Weight) -> PackedMeta:
     """How ``pack_weight`` packs ``w``, whose matrices need not have memory. ValueError where it has no packed form."""
     rows, cols = w.shape
@@ -195,11 +215,16 @@ def packed_meta(w: Weight) -> PackedMeta:
         if cols % 16 or cols >= 65536:
             raise ValueError(f"{cols} columns")
         return PackedMeta(INT, rows, cols, F32, 8, cols, origin={"form": "channel_int8"})
-    if not isinstance(w, GroupInt):
+    if not isinstance(w, GroupInt | Trellis):
         raise ValueError(type(w).__name__)
     group = _split(w.group_size)
     if group % 16 or cols % group:
         raise ValueError(f"groups of {w.group_size} in {cols} columns")
+    if isinstance(w, Trellis):
+        if not _looked_up_here(w):
+            return packed_meta(w.integers())
+        origin = {"form": "trellis", "bits": w.bits, "group_size": w.group_size}
+        return PackedMeta(INT, rows, cols, F16, w.bits, group, trellis=TRELLIS, origin=origin)
     bits, own_zeros = (4 if w.bits <= 4 else 8), False
     if w.minima is None and bits == 8:
         assert w.zeros is not None
@@ -222,6 +247,8 @@ def pack_weight(w: Weight) -> PackedTensor:
     """Pack any canonical weight. ValueError where it has no packed form (``pack_nearest`` then makes it dense)."""
     if isinstance(w, GroupInt):
         return pack_group_int(w)
+    if isinstance(w, Trellis):
+        return pack_trellis(w)
     if isinstance(w, ChannelInt8):
         return pack_channel_int8(w)
     if isinstance(w, Dense):
@@ -239,7 +266,7 @@ def pack_nearest(name: str, w: Weight, notes: list[str]) -> PackedTensor:
         what = "float8" if isinstance(w, Fp8) else str(reason)
         notes.append(f"{name}: {what} has no kernel here; held as bfloat16")
         return pack_as_bfloat16(w)
-    if isinstance(w, GroupInt) and packed.meta.bits > w.bits:
+    if isinstance(w, GroupInt | Trellis) and packed.meta.bits > w.bits:
         notes.append(f"{name}: codes of {w.bits} bits have no kernel here; held in {packed.meta.bits}")
     return packed
 

@@ -190,6 +190,25 @@ struct Job {
         }
     }
 
+    // Bytes of the streams; the last one before a group stands in its header.
+    void streams(int64_t block) const {
+        const int64_t width = to.group * to.bits / 8;
+        for (int64_t t = block * BLOCK; t < std::min((block + 1) * BLOCK, to.tiles()); t++) {
+            std::memset(tile(t), 0, size_t(to.tile_bytes()));
+            for (int64_t r = 0; r < std::min(LANES, to.rows - t * LANES); r++) {
+                const int64_t row = t * LANES + r;
+                const uint8_t* in = bytes() + row * from.ld * 4;
+                for (int64_t g = 0; g < to.groups(); g++, in += width) {
+                    uint8_t* out = tile(t) + g * to.group_bytes();
+                    std::memcpy(out + 2 * r, static_cast<const uint16_t*>(from.scales) + row * from.ld_scales + g / from.repeat, 2);
+                    if (g) out[32 + r] = in[-1];
+                    for (int64_t k = 0; k < to.group / 8; k++)
+                        std::memcpy(out + to.header_bytes() + (k * LANES + r) * to.bits, in + k * to.bits, size_t(to.bits));
+                }
+            }
+        }
+    }
+
     template <class T>
     void floats(int64_t block) const {
         const auto* in = static_cast<const T*>(from.codes);
@@ -226,7 +245,8 @@ struct Job {
     }
 
     void run(int64_t block) const {
-        if (to.format == INT) integers(block);
+        if (to.trellis) streams(block);
+        else if (to.format == INT) integers(block);
         else if (to.dtype == F32) floats<uint32_t>(block);
         else floats<uint16_t>(block);
     }

@@ -10,6 +10,7 @@ enum CodeLayout : int32_t {
     CODE_BYTES = 0,  // byte [r][k], exclusive-or flip
     CODE_ROWS = 1,   // word [r][k * bits / 32], ascending from its low end: compressed-tensors
     CODE_GPTQ = 2,   // word [k * bits / 32][r], likewise
+    CODE_TRELLIS = 4,  // words [r][k * bits / 32], streams of Matrix::trellis
     CODE_AWQ = 3,    // word [k][r / 8], rows of eight in the order 0 2 4 6 1 3 5 7 from its low end
 };
 

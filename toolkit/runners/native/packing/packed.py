@@ -16,6 +16,7 @@ VECTOR, DENSE, INT = 0, 1, 2
 F32, BF16, F16, ONES = 0, 1, 2, 3
 ITEM_BYTES = {F32: 4, BF16: 2, F16: 2}
 LANES = 16
+TRELLIS = 1  # TRELLIS_VERSION of ops.h
 LAYOUT_VERSION = 2  # 2: heads turned by a Hadamard matrix
 
 
@@ -24,7 +25,8 @@ class PackedMeta:
     """How to read a packed array. ``kind``, ``dtype``, ``bits``, ``group``: as in ops.h; rows and columns unpadded.
 
     ``turned``: the matrix is W·H, H a block Hadamard matrix (its own inverse) as of ``Ops::hadamard``: its input is
-    turned likewise first, a row of it last. ``origin`` says what it was packed from, for the exact inverse
+    turned likewise first, a row of it last. ``trellis``: of codes that are looked up by streams, which tables those
+    were. ``origin`` says what it was packed from, for the exact inverse
     (``toolkit.runners.native.packing.unpack.unpack``).
     """
 
@@ -36,6 +38,7 @@ class PackedMeta:
     group: int = 0
     minima: bool = False
     turned: bool = False
+    trellis: int = 0
     origin: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -44,7 +47,7 @@ class PackedMeta:
 
     @property
     def header_bytes(self) -> int:
-        return {F32: 128, ONES: 0}.get(self.dtype, 64)
+        return 48 if self.trellis else {F32: 128, ONES: 0}.get(self.dtype, 64)
 
     @property
     def group_bytes(self) -> int:

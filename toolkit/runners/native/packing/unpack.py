@@ -9,10 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from toolkit.artifacts.canonical import ChannelInt8, Dense, GroupInt, Weight
+from toolkit.artifacts.canonical import ChannelInt8, Dense, GroupInt, Trellis, Weight
 from toolkit.artifacts.outline import taller
 from toolkit.artifacts.scales import AllScales
 from toolkit.base.named import Named
+from toolkit.runners.native import library
 from toolkit.runners.native.packing.head import turn
 from toolkit.runners.native.packing.pack import TORCH_TYPES
 from toolkit.runners.native.packing.packed import DENSE, F32, LANES, VECTOR, PackedTensor, PackedWeights
@@ -30,6 +31,8 @@ def unpack(p: PackedTensor) -> Weight:
             rows.copy_(turn(rows))
         return Dense(head)
     form = p.meta.origin["form"]
+    if p.meta.trellis:
+        return _unpack_trellis(p)
     if form == "dense":
         return Dense(_unpack_dense(p))
     m = p.meta
@@ -58,6 +61,18 @@ def _unpack_codes(data: U8, rows: int, cols: int, bits: int) -> U8:
     both = data.reshape(tiles, -1, LANES, 4)
     quads = np.stack([both & 15, both >> 4], axis=3)
     return np.ascontiguousarray(quads.transpose(0, 2, 1, 3, 4)).reshape(-1, cols)[:rows]
+
+
+def _unpack_trellis(p: PackedTensor) -> Trellis:
+    m, o = p.meta, p.meta.origin
+    groups = m.cols // m.group
+    blocks = p.data.reshape(m.tiles, groups, m.group_bytes)
+    codes = blocks[:, :, m.header_bytes :].reshape(m.tiles, groups, m.group // 8, LANES, m.bits)
+    words = np.ascontiguousarray(codes.transpose(0, 3, 1, 2, 4)).reshape(m.tiles * LANES, -1)[: m.rows].view(np.int32)
+    scales = np.ascontiguousarray(blocks[:, :, :32]).view(np.float16).transpose(0, 2, 1).reshape(-1, groups)[: m.rows]
+    table = torch.frombuffer(bytearray(library.trellis_table(m.bits)), dtype=torch.int8)
+    held = scales[:, :: o["group_size"] // m.group].copy()
+    return Trellis(torch.from_numpy(words.copy()), table, torch.from_numpy(held), m.bits, o["group_size"])
 
 
 def _unpack_group_int(p: PackedTensor) -> GroupInt:

@@ -57,7 +57,7 @@ std::unique_ptr<tk::Profile> new_profile() {
 }
 
 tk::Matrix described(const tk::TensorRecord& to, uint8_t* data) {
-    const tk::Matrix w{to.kind, to.dtype, to.bits, to.group, to.minima, to.rows, to.cols, data};
+    const tk::Matrix w{to.kind, to.dtype, to.bits, to.group, to.minima, to.trellis, to.rows, to.cols, data};
     if (w.bytes() != to.bytes) throw tk::Error("pack: expected " + std::to_string(w.bytes()) + " bytes, found " + std::to_string(to.bytes));
     return w;
 }
@@ -73,7 +73,7 @@ tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
 
 // Of all that passes here: functions, structures, the program's record, how tensors are packed. VERSION in library.py says
 // the same; raise both when any of it changes, so that neither side reads the other's as its own.
-TK_EXPORT int tk_version() { return 40; }
+TK_EXPORT int tk_version() { return 41; }
 
 TK_EXPORT const char* tk_error() { return message.c_str(); }
 

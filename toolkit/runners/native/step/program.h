@@ -293,7 +293,7 @@ struct TensorRecord {
     int64_t rows, cols;
     int64_t perm_size;
     const int32_t* perm;
-    int32_t kind, dtype, bits, group, minima, turned;
+    int32_t kind, dtype, bits, group, minima, turned, trellis;
 };
 
 // Reads and checks the record that program.py writes. Raises Error.

@@ -181,6 +181,7 @@ public:
         m.bits = t.bits;
         m.group = t.group;
         m.minima = t.minima;
+        m.trellis = t.trellis;
         m.rows = t.rows;
         m.cols = t.cols;
         m.data = static_cast<const uint8_t*>(t.data);
@@ -190,14 +191,15 @@ public:
             wrong("bad dtype or shape");
         if (m.format == DENSE && m.dtype == ONES) wrong("bad dtype");
         if (m.format == INT) {
-            if ((m.bits != 4 && m.bits != 8) || m.group < 16 || m.group % 16 || m.cols % m.group) wrong("bad bits or group size");
+            const bool known = m.trellis ? m.bits >= 2 && m.bits <= 4 && m.dtype == F16 && !m.minima : m.bits == 4 || m.bits == 8;
+            if (!known || m.trellis < 0 || m.trellis > TRELLIS_VERSION || m.group < 16 || m.group % 16 || m.cols % m.group) wrong("bad bits or group size");
             if (m.dtype == ONES && (m.bits != 8 || m.minima)) wrong("scales of 1 beside 4 bits or minima");
-            if (m.group * int64_t(m.bits == 8 ? 255 : 31) * 128 >= LIMIT) wrong("group too long for int32 sums");
+            if (m.group * int64_t(m.bits == 8 || m.trellis ? 255 : 31) * 128 >= LIMIT) wrong("group too long for int32 sums");
         }
         if (t.bytes != m.tiles() * m.tile_bytes())
             wrong("expected " + std::to_string(m.tiles() * m.tile_bytes()) + " bytes, found " + std::to_string(t.bytes));
         if (t.perm) {
-            if (t.perm_size != m.cols || m.format != INT) wrong("permutation of the wrong length");
+            if (t.perm_size != m.cols || m.format != INT || m.trellis) wrong("permutation of the wrong length");
             for (int64_t i = 0; i < t.perm_size; i++)
                 if (t.perm[i] < 0 || t.perm[i] >= m.cols) wrong("permutation out of range");
         }

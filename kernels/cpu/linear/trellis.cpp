@@ -1,0 +1,175 @@
+// Linears of weights that are looked up by streams of 2, 3 or 4 bits a weight (Matrix::trellis): some tiles are expanded to 8-bit codes in
+// the core's cache, and multiplied there as those are.
+#include "linear/trellis.h"
+
+#include "linear/trellis_tables.h"
+
+namespace tk {
+namespace TK_ISA {
+namespace {
+
+// Eight columns of 16 rows: `bits` bytes of each row, whose last byte before them is in `before`. Codes as of 8 bits: two times 64 bytes.
+template <int BITS>
+TK_INLINE void expand_columns(const uint8_t* codes, const uint8_t* before, int64_t ld_before, const uint8_t* table, uint8_t* out) {
+    for (int64_t r = 0; r < LANES; r++) {
+        uint64_t row = before[r * ld_before];
+        for (int i = 0; i < BITS; i++) row |= uint64_t(codes[r * BITS + i]) << (8 * i + 8);
+        for (int j = 0; j < 8; j++) out[j / 4 * 64 + r * 4 + j % 4] = table[row >> (BITS * (j + 1)) & 255];
+    }
+}
+
+template <int BITS>
+void expand_group(const uint8_t* codes, const uint8_t* before, int64_t columns, const uint8_t* table, uint8_t* out) {
+    expand_columns<BITS>(codes, before, 1, table, out);
+    for (int64_t k = 8; k < columns; k += 8) {
+        codes += 16 * BITS;
+        out += 128;
+        expand_columns<BITS>(codes, codes - 16 * BITS + BITS - 1, BITS, table, out);
+    }
+}
+
+#if defined(__AVX512F__)
+#define TK_VBMI __attribute__((target("avx512vbmi")))
+
+// Which bytes the windows of four columns are cut from, four a row: of a register of codes, or behind it of what was before.
+struct Cuts {
+    uint8_t bytes[2][64], shifts[2][64], last[64];
+    explicit Cuts(int bits) {
+        for (int half = 0; half < 2; half++) {
+            const int skip = bits == 4 && half ? 2 : 0;  // bytes of a row that lie before its second half's windows
+            for (int r = 0; r < 16; r++)
+                for (int i = 0; i < 4; i++) {
+                    const int byte = skip + i - 1;
+                    bytes[half][4 * r + i] = uint8_t(byte < 0 ? 64 + r : r * bits + (byte < bits ? byte : 0));
+                    shifts[half][4 * r + i] = uint8_t(r % 2 * 32 + bits * (4 * half + i + 1) - 8 * skip);
+                }
+        }
+        for (int r = 0; r < 64; r++) last[r] = uint8_t(r < 16 ? r * bits + bits - 1 : 0);
+    }
+};
+
+template <int BITS>
+TK_VBMI void expand_group_vbmi(const uint8_t* codes, const uint8_t* before, int64_t columns, const uint8_t* table, uint8_t* out) {
+    static const Cuts cuts(BITS);
+    constexpr __mmask64 WHOLE = BITS == 4 ? ~0ull : (1ull << (16 * BITS % 64)) - 1;
+    const B t0 = bload(table), t1 = bload(table + 64), t2 = bload(table + 128), t3 = bload(table + 192), last = bload(cuts.last);
+    const B from[2] = {bload(cuts.bytes[0]), bload(cuts.bytes[1])}, shift[2] = {bload(cuts.shifts[0]), bload(cuts.shifts[1])};
+    B old = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)before));
+    for (int64_t k = 0; k < columns; k += 8, codes += 16 * BITS, out += 128) {
+        const B now = _mm512_maskz_loadu_epi8(WHOLE, codes);
+        for (int half = 0; half < 2; half++) {
+            const B places = _mm512_multishift_epi64_epi8(shift[half], _mm512_permutex2var_epi8(now, from[half], old));
+            const B low = _mm512_permutex2var_epi8(t0, places, t1), high = _mm512_permutex2var_epi8(t2, places, t3);
+            bstore(out + 64 * half, _mm512_mask_mov_epi8(low, _mm512_movepi8_mask(places), high));
+        }
+        old = _mm512_permutexvar_epi8(last, now);
+    }
+}
+
+bool has_vbmi() {
+    static const bool has = __builtin_cpu_supports("avx512vbmi");
+    return has;
+}
+#endif
+
+typedef void (*ExpandGroup)(const uint8_t*, const uint8_t*, int64_t, const uint8_t*, uint8_t*);
+
+ExpandGroup expander(int32_t bits) {
+#if defined(__AVX512F__)
+    if (has_vbmi()) return bits == 2 ? expand_group_vbmi<2> : bits == 3 ? expand_group_vbmi<3> : expand_group_vbmi<4>;
+#endif
+    return bits == 2 ? expand_group<2> : bits == 3 ? expand_group<3> : expand_group<4>;
+}
+
+constexpr int64_t TILES = 2;  // expanded at a time: as many as all kernels take together
+constexpr int64_t AHEAD = 4096;  // bytes that are fetched ahead
+
+// What tiles of a matrix are expanded to.
+struct Expanded {
+    Matrix w;
+    uint8_t* data;
+    uint8_t table[256];
+    ExpandGroup expand;
+
+    Expanded(const Matrix& from, uint8_t* room) : w(from), data(room), expand(expander(from.bits)) {
+        w.bits = 8;
+        w.trellis = 0;
+        w.data = room;
+        for (int i = 0; i < 256; i++) table[i] = uint8_t(trellis_table(from.bits)[i] + 128);
+    }
+    void tiles(const Matrix& from, int64_t tile, int64_t count) {
+        w.rows = count * LANES;
+        uint8_t* out = data;
+        const uint8_t* at = from.data + tile * from.tile_bytes();
+        for (int64_t g = 0; g < count * from.groups(); g++, at += from.group_bytes(), out += w.group_bytes()) {
+            for (int64_t i = 0; i < from.group_bytes(); i += 64) __builtin_prefetch(at + AHEAD + i);
+            memcpy(out, at, 32);
+            expand(at + from.header_bytes(), at + 32, from.group, table, out + w.header_bytes());
+        }
+    }
+};
+
+Matrix as_bytes(const Matrix& w) {
+    Matrix out = w;
+    out.bits = 8;
+    out.trellis = 0;
+    return out;
+}
+
+int64_t room_bytes(const Matrix& w) { return TILES * as_bytes(w).tile_bytes(); }
+
+Store store_at(const Store& to, int64_t tile, bool first) {
+    Store part = to;
+    part.out += tile * LANES;
+    if (part.bias) part.bias += tile * LANES;
+    if (part.bias_up) part.bias_up += tile * LANES;
+    if (!first) part.laters = 0;
+    return part;
+}
+
+}  // namespace
+
+int64_t trellis_scratch(const Ops& ops, const Matrix& w) { return 64 + 2 * room_bytes(w) + ops.linear_scratch(as_bytes(w)); }
+
+void linear_trellis(const Ops& ops, const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
+    uint8_t* room = (uint8_t*)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
+    Expanded part(w, room);
+    for (int64_t tile = t0; tile < t1; tile += TILES) {
+        const int64_t n = t1 - tile < TILES ? t1 - tile : TILES;
+        part.tiles(w, tile, n);
+        ops.linear(part.w, in, count, 0, n, store_at(to, tile, tile == t0), room + room_bytes(w));
+    }
+}
+
+void gated_trellis(const Ops& ops, const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
+                   const Store& to, void* scratch) {
+    uint8_t* room = (uint8_t*)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
+    Expanded a(gate, room), b(up, room + room_bytes(gate));
+    for (int64_t tile = t0; tile < t1; tile += TILES) {
+        const int64_t n = t1 - tile < TILES ? t1 - tile : TILES;
+        a.tiles(gate, tile, n);
+        b.tiles(up, tile, n);
+        ops.gated(a.w, b.w, in, count, 0, n, store_at(to, tile, tile == t0), room + 2 * room_bytes(gate));
+    }
+}
+
+void trellis_row(const Matrix& w, int64_t row, float scale, float* out) {
+    const int64_t lane = row % LANES;
+    uint8_t table[256];
+    for (int i = 0; i < 256; i++) table[i] = uint8_t(trellis_table(w.bits)[i] + 128);
+    const uint8_t* at = w.data + row / LANES * w.tile_bytes();
+    for (int64_t g = 0; g < w.groups(); g++, at += w.group_bytes()) {
+        const uint8_t* codes = at + w.header_bytes() + lane * w.bits;
+        uint32_t last = at[32 + lane];
+        const float s = f16_to_float(((const uint16_t*)at)[lane]);
+        for (int64_t k = 0; k < w.group; k += 8, codes += 16 * w.bits) {
+            uint64_t bits = last;
+            for (int i = 0; i < w.bits; i++) bits |= uint64_t(codes[i]) << (8 * i + 8);
+            for (int j = 0; j < 8; j++) out[g * w.group + k + j] = float(table[bits >> (w.bits * (j + 1)) & 255] - 128) * s * scale;
+            last = codes[w.bits - 1];
+        }
+    }
+}
+
+}  // namespace TK_ISA
+}  // namespace tk

@@ -1,0 +1,117 @@
+"""Rounding to trellis codes: whole streams, close to the cheapest there are, and better than codes one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.streams import places, streams
+from toolkit.errors import UsageError
+from toolkit.quant.lite import Common, auto_awq, auto_gptq
+from toolkit.quant.methods import gptq, trellis
+from toolkit.quant.methods.awq import Grid
+from toolkit.quant.methods.rounded import Rounding, inverse_factor
+from toolkit.quant.options import Awq, Gptq
+
+HOW = Rounding(shrink=0.0)
+
+
+def related(n: int, seed: int) -> Tensor:
+    """XᵀX of inputs that have much to do with each other."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 * n, n, generator=draw) @ torch.randn(n, n, generator=draw)
+    return x.T @ x / len(x)
+
+
+def cheapest(x: Tensor, table: Tensor, bits: int) -> float:
+    """The mean squared error of the best streams (Viterbi in torch)."""
+    states = torch.arange(1 << (8 - bits))
+    ways = (states[:, None] << bits) + torch.arange(1 << bits)
+    cost = torch.full((len(x), len(states)), torch.inf)
+    cost[:, 0] = 0
+    for column in x.T:
+        cost = (cost[:, ways & (len(states) - 1)] + (column[:, None, None] - table[ways]).square()).min(-1).values
+    return float(cost.min(1).values.sum() / x.numel())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_streams_are_nearly_the_cheapest(bits: int) -> None:
+    """Of inputs that do not depend on each other, at the scales that were found."""
+    weight = torch.randn(64, 384, generator=torch.Generator().manual_seed(bits))
+    found = trellis.round_columns(weight, inverse_factor(torch.eye(384), Rounding(0.01, 0.0)), bits, 384)
+    words = streams(found.codes, bits)
+    assert torch.equal(places(words, bits), found.codes)  # each place has the bits of those before it
+    table = trellis._table(bits).float()
+    lost = (weight - found.dense()).square().mean(1)
+    best = [cheapest(row[None] / s, table, bits) * s * s for row, s in zip(weight, found.scale[:, 0], strict=True)]
+    assert float(lost.mean()) < 1.05 * float(torch.stack(best).mean())
+    assert float(lost.mean()) < {2: 0.085, 3: 0.0225, 4: 0.0062}[bits]  # what is known of such trellises
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("size", [32, 64, 256])
+@pytest.mark.parametrize("guided", [False, True])
+def test_it_loses_less_than_codes_one_by_one(bits: int, size: int, guided: bool) -> None:
+    weight, gram = torch.randn(96, 256, generator=torch.Generator().manual_seed(bits)), related(256, 1)
+    curves = [related(96, 2)] if guided else None
+
+    def cost(grid: Grid) -> float:
+        factor = inverse_factor(gram.clone(), HOW)
+        if curves is None:
+            dense = gptq._round_alone(weight.clone(), factor, grid, HOW).dense()
+        else:
+            folded: Any = type("One", (dict,), {"rows": {}})({"x": weight.clone()})
+            dense = gptq.round_rows(folded, "x", factor, grid, HOW, curves).dense()
+        off = weight - dense
+        across = off if curves is None else curves[0] @ off
+        return float((across @ gram * off).sum())
+
+    assert cost(Grid(bits, size, trellis=True)) < (0.8 if size == 32 else 0.7) * cost(Grid(bits, size))
+
+
+def test_zeros_and_single_weights() -> None:
+    weight = torch.zeros(20, 128)
+    weight[3, 70] = 1.0
+    found = trellis.round_columns(weight, inverse_factor(torch.eye(128), HOW), 3, 64)
+    assert bool(torch.isfinite(found.dense()).all())
+    assert float(found.dense()[3, 70]) == pytest.approx(1.0, abs=0.1)
+    assert float((found.dense() - weight).square().sum()) < 0.1
+
+
+@pytest.mark.parametrize("command", [auto_awq, auto_gptq])
+@pytest.mark.parametrize("guided", [0, 4])
+def test_a_model_loses_less_in_trellis_codes(
+    command: Any, guided: int, tiny_models: Any, tmp_path: Path, harbour: str
+) -> None:
+    """Tuned behind it, or guided by gradients."""
+    kind = Awq if command is auto_awq else Gptq
+    options = kind(w_bits=3, w_group_size=32, guide_samples=guided)
+    errors = {}
+    for name in ("trellis", "gptq_v2"):
+        common = Common(format=name, calib_dataset=harbour, calib_samples=8, calib_seqlen=64, eval_tokens=64)
+        found = command(str(tiny_models("llama")), tmp_path / name, options, common=common)
+        errors[name] = sum(x["rel_error"] for x in found.quality["layers"])
+    assert errors["trellis"] < 0.9 * errors["gptq_v2"]
+    checkpoint = open_checkpoint(tmp_path / "trellis")
+    assert checkpoint.quantization is not None
+    assert (checkpoint.quantization["quant_method"], checkpoint.quantization["bits"]) == ("trellis", 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (Awq(w_bits=8), "--w-bits: trellis codes have 2, 3 or 4 bits, found 8"),
+        (Awq(w_bits=3, sweeps=2), "--desc-act, --sweeps: trellis codes of a row hang together"),
+        (Awq(w_bits=3, desc_act=True), "--desc-act, --sweeps: trellis codes of a row hang together"),
+        (Awq(w_bits=3, rounding="nearest"), "--rounding nearest: trellis codes are rounded with error feedback"),
+    ],
+)
+def test_options_that_do_not_go_together(options: Awq, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        auto_awq("demo", tmp_path, options, common=Common(format="trellis"))
+    assert told in str(error.value)
