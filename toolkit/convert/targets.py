@@ -50,8 +50,15 @@ class Target:
     head_bits: int | None = None
 
 
+def _in_integers(weights: Named) -> Named:
+    """What has no kernels for trellis codes reads."""
+    from toolkit.runners.weights.integers import integers
+
+    return ((name, integers(value)) for name, value in weights)
+
+
 def _torch_pack(spec: DecoderSpec, weights: Named, params: Params, bits: Bits, notes: list[str]) -> Arrays:
-    return pack_torch(weights, params)
+    return pack_torch(_in_integers(weights), params)
 
 
 def _cpu_pack(spec: DecoderSpec, weights: Named, params: Params, bits: Bits, notes: list[str]) -> Arrays:
@@ -62,7 +69,7 @@ def _cuda_pack(spec: DecoderSpec, weights: Named, params: Params, bits: Bits, no
     from toolkit.runners.tensor.cuda_artifact import pack_cuda
 
     assert bits.head is not None
-    return pack_cuda(spec, weights, params, bits.head)
+    return pack_cuda(spec, _in_integers(weights), params, bits.head)
 
 
 def _cpu_unsupported(spec: DecoderSpec) -> str | None:

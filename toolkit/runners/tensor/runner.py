@@ -52,6 +52,7 @@ from toolkit.runners.tensor.towers.encoders import encoder_of
 from toolkit.runners.tensor.towers.vision import Encoder
 from toolkit.runners.tensor.traits import model_traits
 from toolkit.runners.weights.info import info_of
+from toolkit.runners.weights.integers import IntegerWeights
 
 
 class TensorRunner:
@@ -90,11 +91,12 @@ class TensorRunner:
         self.spec, self.options = spec, options
         self.backend: Backend = "pytorch" if graphs is None else "turbomind"
         self.batch_invariant, self.asynchronous = options.batch_invariant, graphs is not None
-        self._weights, self._graphs, self._split = weights, graphs, split
+        self._weights = _known_to_kernels(weights)
+        self._graphs, self._split = graphs, split
         self._on: Device = graphs or open_device(options.device)
         self._adapters, self._adapter_step = adapters, AdapterStep(len(adapters))
         self._lender = lender
-        stored = weights()
+        stored = self._weights()
         roomy = dense_bytes(spec, torch.float32) <= self._free() // 2
         kept = stored_dtype(stored[spec.embed]) if lender is None else lender._dtype
         self._dtype: torch.dtype = find_dtype(options.dtype, kept, self._on.torch, roomy, spec.float16)
@@ -201,7 +203,7 @@ class TensorRunner:
 
     def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
         """What ``load_weights`` is to load from now on; returns what it would have loaded."""
-        before, self._weights = self._weights, weights
+        before, self._weights = self._weights, _known_to_kernels(weights)
         return before
 
     def place_experts(self, spec: DecoderSpec, layers: Collection[int]) -> None:
@@ -352,6 +354,12 @@ class TensorRunner:
         """Release weights and cache."""
         self.release_cache()
         self.release_weights()
+
+
+def _known_to_kernels(
+    weights: Callable[[], Mapping[str, Weight | Tensor]],
+) -> Callable[[], Mapping[str, Weight | Tensor]]:
+    return lambda: IntegerWeights(weights())
 
 
 def _check(spec: DecoderSpec, options: RunnerOptions) -> None:
