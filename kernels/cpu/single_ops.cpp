@@ -51,7 +51,7 @@ TK_EXPORT int tk_op_gated(const char* isa, const tk::Matrix* gate, const tk::Mat
                           int64_t t0, int64_t t1, const tk::Store* to) {
     const tk::Ops* ops = find(isa);
     if (!ops) return 1;
-    std::vector<uint8_t> scratch(size_t(ops->linear_scratch(*gate)));
+    std::vector<uint8_t> scratch(size_t(std::max(ops->linear_scratch(*gate), ops->linear_scratch(*up))));
     ops->gated(*gate, *up, *in, count, t0, t1, *to, scratch.data());
     return 0;
 }

@@ -24,7 +24,7 @@ void linear(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t 
 
 void gated(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to,
            void* scratch) {
-    if (gate.trellis) return gated_trellis(table, gate, up, in, count, t0, t1, to, scratch);
+    if (gate.trellis || up.trellis) return gated_trellis(table, gate, up, in, count, t0, t1, to, scratch);
     (gate.format == INT ? gated_int : gated_dense)(gate, up, in, count, t0, t1, to, scratch);
 }
 

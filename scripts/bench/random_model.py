@@ -2,6 +2,7 @@
 
     python scripts/bench/random_model.py DIR --shape 1b            bf16, dense
     python scripts/bench/random_model.py DIR --shape 1b --awq      4-bit AWQ, groups of 64
+    python scripts/bench/random_model.py DIR --shape 1b --trellis 3    3-bit trellis codes, groups of 64
     python scripts/bench/random_model.py DIR --shape v2-lite --awq --config-only      for --load-format dummy
     python scripts/bench/random_model.py DIR --layers 1 --length 40960                long contexts, read quickly
 
@@ -29,6 +30,7 @@ from gpu.models import BIG
 from toolkit.artifacts.output.checkpoint_writer import write_model
 from toolkit.artifacts.source import resolve_model
 from toolkit.models.registry import build
+from toolkit.runners.native.library import trellis_table
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -130,9 +132,16 @@ GROUP = 64
 SPREAD = 0.02  # standard deviation of weights
 
 
-def random_weight(rows: int, columns: int, awq: bool, rng: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+def random_weight(rows: int, columns: int, form: str, bits: int, rng: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     """(suffix, tensor) pairs that hold one random matrix."""
-    if not awq:
+    if form == "trellis":
+        words = torch.randint(-(1 << 31), (1 << 31) - 1, (rows, columns * bits // 32), dtype=torch.int32, generator=rng)
+        table = torch.frombuffer(bytearray(trellis_table(bits)), dtype=torch.int8)
+        yield "qweight", words
+        yield "scales", torch.full((rows, columns // GROUP), SPREAD / 38).half()
+        yield "table", table.clone()
+        return
+    if form == "dense":
         yield "weight", (torch.randn(rows, columns, generator=rng) * SPREAD).bfloat16()
         return
     groups = columns // GROUP
@@ -142,7 +151,7 @@ def random_weight(rows: int, columns: int, awq: bool, rng: torch.Generator) -> I
     yield "scales", torch.full((groups, rows), SPREAD / 4.6).half()
 
 
-def tensors(config: dict[str, Any], awq: bool) -> Iterator[tuple[str, Tensor]]:
+def tensors(config: dict[str, Any], form: str, bits: int) -> Iterator[tuple[str, Tensor]]:
     """All of the checkpoint, as its family spells them."""
     rng = torch.Generator().manual_seed(0)
     for item in build(config)[1]:
@@ -153,7 +162,7 @@ def tensors(config: dict[str, Any], awq: bool) -> Iterator[tuple[str, Tensor]]:
         elif item.optional and config["tie_word_embeddings"]:
             continue
         else:
-            for suffix, tensor in random_weight(*item.shape, awq and item.kind == "linear", rng):
+            for suffix, tensor in random_weight(*item.shape, form if item.kind == "linear" else "dense", bits, rng):
                 yield f"{item.name}.{suffix}", tensor
 
 
@@ -171,7 +180,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("dir", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="1b")
-    parser.add_argument("--awq", action="store_true")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--awq", action="store_true")
+    kind.add_argument("--trellis", type=int, choices=(2, 3, 4), metavar="BITS")
     parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument("--length", type=int, default=8192, help="of a context, at most")
     parser.add_argument("--config-only", action="store_true", help="no weights")
@@ -188,13 +199,18 @@ def main() -> None:
     if args.awq:
         quantization = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP, "zero_point": True}
         config["quantization_config"] = quantization
+    if args.trellis:
+        config["quantization_config"] = {"quant_method": "trellis", "bits": args.trellis, "group_size": GROUP}
     (args.dir / "config.json").write_text(json.dumps(config, indent=2))
     for name in ("tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         shutil.copy(resolve_model("demo") / name, args.dir / name)
     tokenizer = cut_tokenizer(resolve_model("demo") / "tokenizer.json", config["vocab_size"])
     (args.dir / "tokenizer.json").write_text(json.dumps(tokenizer))
     if not args.config_only:
-        write_model(args.dir, tensors(config, args.awq), 1 << 30)  # shard by shard: never whole in memory
+        form = "awq" if args.awq else "trellis" if args.trellis else "dense"
+        write_model(
+            args.dir, tensors(config, form, args.trellis or 4), 1 << 30
+        )  # shard by shard: never whole in memory
 
 
 if __name__ == "__main__":

@@ -67,6 +67,16 @@ def test_products_are_those_of_eight_bits(bits: int, group: int, ops) -> None:
     np.testing.assert_array_equal(ops.row(packed, 230, 2.0), ops.row(wide, 230, 2.0))
 
 
+@pytest.mark.parametrize("bits", [(3, 2), (4, 8), (8, 3)])
+def test_a_gated_pair_of_two_widths(bits: tuple[int, int], ops) -> None:
+    weights = [trellis(96, 128, b if b < 8 else 3, 64, seed) for seed, b in enumerate(bits)]
+    pair = [pack_weight(w if b < 8 else w.integers()) for w, b in zip(weights, bits, strict=True)]
+    wide = [pack_weight(w.integers()) for w in weights]
+    x = np.random.default_rng(2).standard_normal((20, 128)).astype(np.float32)
+    for count in COUNTS[:5]:
+        np.testing.assert_array_equal(ops.gated(*pair, x[:count], 0), ops.gated(*wide, x[:count], 0))
+
+
 def test_another_table_is_packed_in_eight_bits() -> None:
     weight = trellis(48, 128, 3, 64)
     other = replace(weight, table=weight.table.flip(0))

@@ -33,7 +33,7 @@ void linear(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t 
 
 void gated(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to,
            void* scratch) {
-    if (gate.trellis) return avx512vnni::gated_trellis(*table(), gate, up, in, count, t0, t1, to, scratch);
+    if (gate.trellis || up.trellis) return avx512vnni::gated_trellis(*table(), gate, up, in, count, t0, t1, to, scratch);
     if (loose(gate, up, in)) return gated_loose(gate, up, in, count, t0, t1, to, scratch);
     (tiled(gate, count) && same_shape(gate, up) ? gated_tiled : base.gated)(gate, up, in, count, t0, t1, to, scratch);
 }

@@ -8,33 +8,54 @@ namespace tk {
 namespace TK_ISA {
 namespace {
 
+// Values, plus 128, of two weights by the 8 + BITS bits that they are looked up by.
+template <int BITS>
+struct Pairs {
+    static constexpr uint32_t PLACES = 1 << (8 + BITS);
+    uint16_t at[PLACES];
+
+    Pairs() {
+        const int8_t* table = trellis_table(BITS);
+        for (uint32_t i = 0; i < PLACES; i++) at[i] = uint16_t((table[i & 255] + 128) | (table[i >> BITS] + 128) << 8);
+    }
+};
+
 // Eight columns of 16 rows: `bits` bytes of each row, whose last byte before them is in `before`. Codes as of 8 bits: two times 64 bytes.
 template <int BITS>
-TK_INLINE void expand_columns(const uint8_t* codes, const uint8_t* before, int64_t ld_before, const uint8_t* table, uint8_t* out) {
+TK_INLINE void expand_columns(const uint8_t* codes, const uint8_t* before, int64_t ld_before, const Pairs<BITS>& pairs, uint8_t* out) {
     for (int64_t r = 0; r < LANES; r++) {
-        uint64_t row = before[r * ld_before];
-        for (int i = 0; i < BITS; i++) row |= uint64_t(codes[r * BITS + i]) << (8 * i + 8);
-        for (int j = 0; j < 8; j++) out[j / 4 * 64 + r * 4 + j % 4] = table[row >> (BITS * (j + 1)) & 255];
+        uint16_t low, high = 0;  // not the whole at once, which would read behind it, or what was just stored
+        memcpy(&low, codes + r * BITS, 2);
+        if (BITS == 4) memcpy(&high, codes + r * BITS + 2, 2);
+        if (BITS == 3) high = codes[r * BITS + 2];
+        const uint64_t row = uint64_t(low | uint32_t(high) << 16) << 8 | before[r * ld_before];
+        for (int half = 0; half < 2; half++) {
+            const auto pair = [&](int i) { return uint32_t(pairs.at[row >> (BITS * (4 * half + 2 * i + 1)) & (Pairs<BITS>::PLACES - 1)]); };
+            const uint32_t four = pair(0) | pair(1) << 16;
+            memcpy(out + 64 * half + 4 * r, &four, 4);
+        }
     }
 }
 
 template <int BITS>
-void expand_group(const uint8_t* codes, const uint8_t* before, int64_t columns, const uint8_t* table, uint8_t* out) {
-    expand_columns<BITS>(codes, before, 1, table, out);
+void expand_group(const uint8_t* codes, const uint8_t* before, int64_t columns, uint8_t* out) {
+    static const Pairs<BITS> pairs;
+    expand_columns<BITS>(codes, before, 1, pairs, out);
     for (int64_t k = 8; k < columns; k += 8) {
         codes += 16 * BITS;
         out += 128;
-        expand_columns<BITS>(codes, codes - 16 * BITS + BITS - 1, BITS, table, out);
+        expand_columns<BITS>(codes, codes - 16 * BITS + BITS - 1, BITS, pairs, out);
     }
 }
 
 #if defined(__AVX512F__)
 #define TK_VBMI __attribute__((target("avx512vbmi")))
 
-// Which bytes the windows of four columns are cut from, four a row: of a register of codes, or behind it of what was before.
+// The table, plus 128, and which bytes the windows of four columns are cut from, four a row: of a register of codes, or behind it of what was before.
 struct Cuts {
-    uint8_t bytes[2][64], shifts[2][64], last[64];
+    uint8_t bytes[2][64], shifts[2][64], last[64], table[256];
     explicit Cuts(int bits) {
+        for (int i = 0; i < 256; i++) table[i] = uint8_t(trellis_table(bits)[i] + 128);
         for (int half = 0; half < 2; half++) {
             const int skip = bits == 4 && half ? 2 : 0;  // bytes of a row that lie before its second half's windows
             for (int r = 0; r < 16; r++)
@@ -49,10 +70,11 @@ struct Cuts {
 };
 
 template <int BITS>
-TK_VBMI void expand_group_vbmi(const uint8_t* codes, const uint8_t* before, int64_t columns, const uint8_t* table, uint8_t* out) {
+TK_VBMI void expand_group_vbmi(const uint8_t* codes, const uint8_t* before, int64_t columns, uint8_t* out) {
     static const Cuts cuts(BITS);
     constexpr __mmask64 WHOLE = BITS == 4 ? ~0ull : (1ull << (16 * BITS % 64)) - 1;
-    const B t0 = bload(table), t1 = bload(table + 64), t2 = bload(table + 128), t3 = bload(table + 192), last = bload(cuts.last);
+    const B t0 = bload(cuts.table), t1 = bload(cuts.table + 64), t2 = bload(cuts.table + 128), t3 = bload(cuts.table + 192);
+    const B last = bload(cuts.last);
     const B from[2] = {bload(cuts.bytes[0]), bload(cuts.bytes[1])}, shift[2] = {bload(cuts.shifts[0]), bload(cuts.shifts[1])};
     B old = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)before));
     for (int64_t k = 0; k < columns; k += 8, codes += 16 * BITS, out += 128) {
@@ -72,7 +94,7 @@ bool has_vbmi() {
 }
 #endif
 
-typedef void (*ExpandGroup)(const uint8_t*, const uint8_t*, int64_t, const uint8_t*, uint8_t*);
+typedef void (*ExpandGroup)(const uint8_t*, const uint8_t*, int64_t, uint8_t*);
 
 ExpandGroup expander(int32_t bits) {
 #if defined(__AVX512F__)
@@ -82,39 +104,35 @@ ExpandGroup expander(int32_t bits) {
 }
 
 constexpr int64_t TILES = 2;  // expanded at a time: as many as all kernels take together
-constexpr int64_t AHEAD = 4096;  // bytes that are fetched ahead
-
-// What tiles of a matrix are expanded to.
-struct Expanded {
-    Matrix w;
-    uint8_t* data;
-    uint8_t table[256];
-    ExpandGroup expand;
-
-    Expanded(const Matrix& from, uint8_t* room) : w(from), data(room), expand(expander(from.bits)) {
-        w.bits = 8;
-        w.trellis = 0;
-        w.data = room;
-        for (int i = 0; i < 256; i++) table[i] = uint8_t(trellis_table(from.bits)[i] + 128);
-    }
-    void tiles(const Matrix& from, int64_t tile, int64_t count) {
-        w.rows = count * LANES;
-        uint8_t* out = data;
-        const uint8_t* at = from.data + tile * from.tile_bytes();
-        for (int64_t g = 0; g < count * from.groups(); g++, at += from.group_bytes(), out += w.group_bytes()) {
-            for (int64_t i = 0; i < from.group_bytes(); i += 64) __builtin_prefetch(at + AHEAD + i);
-            memcpy(out, at, 32);
-            expand(at + from.header_bytes(), at + 32, from.group, table, out + w.header_bytes());
-        }
-    }
-};
+constexpr int64_t AHEAD = 16384;  // bytes that are fetched ahead, into the second-level cache: what is at work fills the first one
 
 Matrix as_bytes(const Matrix& w) {
     Matrix out = w;
-    out.bits = 8;
+    if (w.trellis) out.bits = 8;
     out.trellis = 0;
     return out;
 }
+
+// What tiles of a matrix are expanded to; of one that is no trellis, beside one in a gated pair, themselves.
+struct Expanded {
+    Matrix w;
+    uint8_t* data;
+    ExpandGroup expand;
+
+    Expanded(const Matrix& from, uint8_t* room) : w(as_bytes(from)), data(room), expand(expander(from.bits)) {}
+    void tiles(const Matrix& from, int64_t tile, int64_t count) {
+        w.rows = count * LANES;
+        const uint8_t* at = from.data + tile * from.tile_bytes();
+        w.data = from.trellis ? data : at;
+        if (!from.trellis) return;
+        uint8_t* out = data;
+        for (int64_t g = 0; g < count * from.groups(); g++, at += from.group_bytes(), out += w.group_bytes()) {
+            for (int64_t i = 0; i < from.group_bytes(); i += 64) fetch_to_l2(at + AHEAD + i);
+            memcpy(out, at, 32);
+            expand(at + from.header_bytes(), at + 32, from.group, out + w.header_bytes());
+        }
+    }
+};
 
 int64_t room_bytes(const Matrix& w) { return TILES * as_bytes(w).tile_bytes(); }
 
@@ -155,8 +173,7 @@ void gated_trellis(const Ops& ops, const Matrix& gate, const Matrix& up, const R
 
 void trellis_row(const Matrix& w, int64_t row, float scale, float* out) {
     const int64_t lane = row % LANES;
-    uint8_t table[256];
-    for (int i = 0; i < 256; i++) table[i] = uint8_t(trellis_table(w.bits)[i] + 128);
+    const int8_t* table = trellis_table(w.bits);
     const uint8_t* at = w.data + row / LANES * w.tile_bytes();
     for (int64_t g = 0; g < w.groups(); g++, at += w.group_bytes()) {
         const uint8_t* codes = at + w.header_bytes() + lane * w.bits;
@@ -165,7 +182,7 @@ void trellis_row(const Matrix& w, int64_t row, float scale, float* out) {
         for (int64_t k = 0; k < w.group; k += 8, codes += 16 * w.bits) {
             uint64_t bits = last;
             for (int i = 0; i < w.bits; i++) bits |= uint64_t(codes[i]) << (8 * i + 8);
-            for (int j = 0; j < 8; j++) out[g * w.group + k + j] = float(table[bits >> (w.bits * (j + 1)) & 255] - 128) * s * scale;
+            for (int j = 0; j < 8; j++) out[g * w.group + k + j] = float(table[bits >> (w.bits * (j + 1)) & 255]) * s * scale;
             last = codes[w.bits - 1];
         }
     }
