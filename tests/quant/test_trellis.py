@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ from torch import Tensor
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.streams import places, streams
 from toolkit.errors import UsageError
-from toolkit.quant.lite import Common, auto_awq, auto_gptq
+from toolkit.quant.lite import Common, auto_awq, auto_gptq, search
 from toolkit.quant.methods import gptq, trellis
 from toolkit.quant.methods.awq import Grid
 from toolkit.quant.methods.rounded import Rounding, inverse_factor
-from toolkit.quant.options import Awq, Gptq
+from toolkit.quant.options import Awq, Gptq, Search
 
 HOW = Rounding(shrink=0.0)
 
@@ -100,6 +101,24 @@ def test_a_model_loses_less_in_trellis_codes(
     checkpoint = open_checkpoint(tmp_path / "trellis")
     assert checkpoint.quantization is not None
     assert (checkpoint.quantization["quant_method"], checkpoint.quantization["bits"]) == ("trellis", 3)
+
+
+def test_a_search_chooses_among_their_widths(tiny_models: Any, tmp_path: Path, harbour: str) -> None:
+    common = Common(format="trellis", calib_dataset=harbour, calib_samples=8, calib_seqlen=64, eval_tokens=64)
+    search(str(tiny_models("llama")), tmp_path / "out", Search(bits=3.6, guide_samples=0), common=common)
+    checkpoint = open_checkpoint(tmp_path / "out")
+    assert checkpoint.quantization is not None
+    widths = {x["bits"] for x in checkpoint.quantization["modules"].values()} | {checkpoint.quantization["bits"]}
+    assert len(widths) > 1 and widths <= {2, 3, 4}
+    sizes = {name: checkpoint.info(name).shape for name in checkpoint.names() if name.endswith((".qweight", ".scales"))}
+    bits = sum(math.prod(shape) * (32 if name.endswith("t") else 16) for name, shape in sizes.items())
+    own = {f"{name}.qweight": x["bits"] for name, x in checkpoint.quantization["modules"].items()}
+    weights = sum(
+        math.prod(shape) * 32 // own.get(name, checkpoint.quantization["bits"])
+        for name, shape in sizes.items()
+        if name.endswith("t")
+    )
+    assert 3.3 < bits / weights <= 3.6
 
 
 @pytest.mark.parametrize(

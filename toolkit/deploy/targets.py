@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OURS = ("engine", "hf", "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "w8a8", "fp8", "mxfp4", "gguf")
+OURS = ("engine", "hf", "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "w8a8", "fp8", "mxfp4", "trellis",
+        "gguf")  # fmt: skip
 
 
 @dataclass(frozen=True)

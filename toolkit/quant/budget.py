@@ -46,7 +46,7 @@ def budget_of(
             beside += sum(costs.of(x, finder.GGUF_GRIDS[gguf.OUTER]) for x in outer)
         else:
             beside = bits_beside(source, [*linears, *heads])
-        beside += sum(costs.all([head], finder.head_grid(head, costs.gguf)) for head in heads)
+        beside += sum(costs.all([head], finder.head_grid(head, costs)) for head in heads)
         budget = 8 * size - beside
         of = "the file" if costs.gguf else "the engine artifact"
         if budget < least:

@@ -17,7 +17,7 @@ from toolkit.quant.methods import awq
 from toolkit.quant.methods.grid import choose_groups, some_of
 from toolkit.quant.methods.rounded import Rounding
 from toolkit.quant.opening import choose, targets
-from toolkit.quant.options import AutoRound, Awq, Common, Gptq
+from toolkit.quant.options import AutoRound, Awq, Common, Gptq, Search
 from toolkit.runners.native import library
 
 MIXED = (
@@ -57,11 +57,11 @@ def grids(
     return grid, {}, replace(common, skip=skip, quantize_lm_head=head)
 
 
-def check_trellis(options: Awq | Gptq) -> None:
+def check_trellis(options: Awq | Gptq | Search) -> None:
     """Raise UsageError for what does not go with trellis codes, or where nothing here can round to them."""
-    if options.w_bits not in trellis.BITS:
+    if not isinstance(options, Search) and options.w_bits not in trellis.BITS:
         raise UsageError(f"--w-bits: trellis codes have 2, 3 or 4 bits, found {options.w_bits}")
-    if options.desc_act or options.sweeps:
+    if options.sweeps or (not isinstance(options, Search) and options.desc_act):
         raise UsageError("--desc-act, --sweeps: trellis codes of a row hang together, in its order; leave them out")
     if (reason := library.available()) is not None:
         raise UsageError(f"--format trellis: {reason}")
@@ -96,7 +96,7 @@ def integers(grid: awq.Grid, act_order: bool, rows: int, columns: int) -> Weight
     middle = torch.full((1, 1), 1 << (grid.bits - 1) if grid.symmetric else 0, dtype=torch.uint8)
     groups = columns // size
     if grid.trellis:
-        words = torch.zeros(1, 1, dtype=torch.int32).expand(rows, columns * grid.bits // 32)
+        words = torch.zeros(1, 1, dtype=torch.int32).expand(rows, -(-columns * grid.bits // 32))
         scales = torch.ones(1, 1, dtype=torch.float16).expand(rows, groups)
         return Trellis(words, torch.zeros(256, dtype=torch.int8), scales, grid.bits, size)
     index = torch.arange(columns - 1, -1, -1, dtype=torch.int32) // size if act_order else None

@@ -221,6 +221,8 @@ def search(
     quantized too gets 8 bits, which count in ``size`` alone. Raises as ``auto_awq`` does.
     """
     in_gguf = common.format == gguf.FORMAT
+    if common.format == trellis.METHOD:
+        check_trellis(options)
     bits, size = _budget_options(options)
     if common.calibration is not None:
         raise UsageError("--calibration: search has no use for it; leave the option out")
@@ -233,13 +235,14 @@ def search(
     if not linears:
         raise UsageError("--skip, --include: no linear of a layer is left to choose for")
     words = _stored_shapes(source) if common.format in ("gptq_v2", "auto_round") else {}
-    costs = finder.Costs(True, finder.in_gguf) if in_gguf else finder.Costs(words=words)
+    in_trellis = common.format == trellis.METHOD
+    costs = finder.Costs(True, finder.in_gguf) if in_gguf else finder.Costs(words=words, trellis=in_trellis)
     if size is not None and not in_gguf:
         costs = replace(costs, of=cost_of(source, lambda grid, *shape: integers(grid, False, *shape)))
     budget = budget_of(options, size, source, linears, heads, costs, common)
-    grid = awq.Grid(4, 32, False)
+    grid = awq.Grid(4, 32, trellis=in_trellis)
     how = Rounding(options.damp, options.shrink, carry=options.carry_error, sweeps=options.sweeps)
-    chosen = {x.name: finder.head_grid(x, costs.gguf) for x in heads}
+    chosen = {x.name: finder.head_grid(x, costs) for x in heads}
     inputs = {x.name: x.in_features for x in linears}
 
     def prepare(run: Prepared) -> dict[str, Any]:
@@ -264,7 +267,7 @@ def search(
         options={"bits": bits, "size": size} | rounding_options(how),
         method=method,
         sample=partial(integers, grid, False),
-        formats=("compressed-tensors", "gptq_v2", "auto_round", "gguf"),
+        formats=("compressed-tensors", "gptq_v2", "auto_round", "gguf", trellis.METHOD),
         sequential=True,
         carries=how.carry,
         prepare=prepare,

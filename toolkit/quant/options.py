@@ -44,7 +44,9 @@ class Common(OnRay):
     cache_memory: float = option(4.0, "GiB of activations kept in memory; more goes to disk.")
     calibration: str | None = option(None, "Statistics that `tool lite calibrate` wrote, in place of text.")
     format: str | None = option(
-        None, "awq, gptq, gptq_v2, compressed-tensors, w8a8, fp8, mxfp4, auto_round, gguf. Default: the method's."
+        None,
+        "awq, gptq, gptq_v2, compressed-tensors, w8a8, fp8, mxfp4, auto_round, gguf, or trellis (2 to 4 bits with the "
+        "least loss, read by this tool alone). Default: the method's.",
     )
     skip: tuple[str, ...] = option((), "Leave linears dense whose name this pattern fits (repeatable).")
     include: tuple[str, ...] = option((), "Quantize only linears that this pattern fits (repeatable).")

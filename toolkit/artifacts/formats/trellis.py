@@ -78,8 +78,9 @@ def cannot_hold(weight: Weight) -> str | None:
     """Why ``weight`` is none of this format, or None."""
     from toolkit.artifacts.canonical import Trellis
 
-    good = isinstance(weight, Trellis)
-    return None if good else f"trellis holds what was rounded to it, found {form_name(weight)}"
+    if not isinstance(weight, Trellis):
+        return f"trellis holds what was rounded to it, found {form_name(weight)}"
+    return f"{weight.shape[1]} input features are no multiple of 32" if weight.shape[1] % 32 else None
 
 
 def write_linear(name: str, weight: Weight) -> dict[str, Tensor]:

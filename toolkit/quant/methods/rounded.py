@@ -92,6 +92,13 @@ class Factor:
         return shrink(self.xtx[columns[:, None], columns], self.share)
 
 
+def diagonal(costs: Tensor) -> Factor:
+    """Of columns that have nothing to do with each other, each error's square counted ``costs`` times."""
+    counted = costs.float().clamp(min=float(costs.mean()) * 1e-6 or 1.0)
+    order = torch.arange(len(costs), device=costs.device)
+    return Factor(order, torch.diag(counted), torch.diag(counted.rsqrt()), 0.0)
+
+
 def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
     """Shrink, damp and order ``xtx``, whose diagonal is positive, and factor its inverse; damping grows tenfold until
     that succeeds."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.artifacts.formats.trellis import BITS as BITS_OF_TRELLIS
 from toolkit.artifacts.gguf import quantize as gguf_quantize
 from toolkit.base.record import read
 from toolkit.base.whole_file import write_whole
@@ -28,8 +29,10 @@ from toolkit.models.spec import LinearSpec
 from toolkit.quant.gguf import type_bits
 from toolkit.quant.layers.forward_parts import Weights
 from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.methods import trellis
 from toolkit.quant.methods.awq import Grid, clip_groups, site_scale
 from toolkit.quant.methods.grid import quantize
+from toolkit.quant.methods.rounded import diagonal
 from toolkit.quant.methods.sensitivity import SAMPLES, Felt, feel
 from toolkit.quant.run import Prepared
 from toolkit.quant.selection import Selection
@@ -59,7 +62,8 @@ Cost = Callable[[LinearSpec, Grid], int]
 @dataclass(frozen=True)
 class Candidate:
     """A grid, tried: ``bits``, ``group_size`` and its ``loss`` in one unit, nats a token; ``cost``: bits of the unit in
-    the file; ``symmetric``, ``ggml``: see ``awq.Grid``; ``kind``: the GGUF type that it is written as, if it is one."""
+    the file; ``symmetric``, ``ggml``, ``trellis``: see ``awq.Grid``; ``kind``: the GGUF type that it is written as, if
+    it is one."""
 
     bits: int
     group_size: int
@@ -68,10 +72,11 @@ class Candidate:
     symmetric: bool = False
     ggml: str | None = None
     kind: str = ""
+    trellis: bool = False
 
     @property
     def grid(self) -> Grid:
-        return Grid(self.bits, self.group_size, self.symmetric, self.ggml)
+        return Grid(self.bits, self.group_size, self.symmetric, self.ggml, self.trellis)
 
 
 @dataclass(frozen=True)
@@ -84,10 +89,11 @@ class Unit:
     candidates: tuple[Candidate, ...]
 
 
-def grids(linears: Sequence[LinearSpec], gguf: bool = False) -> list[Grid]:
+def grids(linears: Sequence[LinearSpec], gguf: bool = False, trellis: bool = False) -> list[Grid]:
     """The candidates: 3 and 4 bits with every group that divides all inputs (but those that none does, see ``fitted``),
     2 with the smallest, 8 with the largest. For ``gguf`` the types Q4_0 to Q8_0 instead, Q4_K to Q6_K among them where
-    256 divides all inputs; raises UsageError for inputs that no type divides."""
+    256 divides all inputs; raises UsageError for inputs that no type divides. For ``trellis`` its widths with the two
+    largest groups."""
     even = [x for x in linears if x.in_features % GROUPS[-1] == 0]
     if gguf:
         if odd := next((x for x in linears if x not in even), None):
@@ -95,6 +101,8 @@ def grids(linears: Sequence[LinearSpec], gguf: bool = False) -> list[Grid]:
         supers = all(x.in_features % 256 == 0 for x in linears)
         return [grid for grid in GGUF_GRIDS.values() if supers or grid.ggml is None]
     fitting = [g for g in GROUPS if all(x.in_features % g == 0 for x in even)] if even else [-1]
+    if trellis:
+        return [Grid(bits, group, trellis=True) for bits in BITS_OF_TRELLIS for group in fitting[:2]]
     groups = {2: fitting[-1:], 3: fitting, 4: fitting, 8: fitting[:1]}
     return [Grid(bits, group, False) for bits in BITS for group in groups[bits]]
 
@@ -107,7 +115,8 @@ def fitted(grid: Grid, inputs: int) -> Grid:
 def in_checkpoint(linear: LinearSpec, grid: Grid) -> int:
     """Bits that a linear takes with its scales and zero points, in a checkpoint."""
     groups = max(1, linear.in_features // grid.group_size)
-    return linear.out_features * (linear.in_features * grid.bits + groups * (SCALE_BITS + grid.bits))
+    each = SCALE_BITS + (0 if grid.trellis else grid.bits)
+    return linear.out_features * (linear.in_features * grid.bits + groups * each)
 
 
 def in_gguf(linear: LinearSpec, grid: Grid) -> int:
@@ -117,18 +126,19 @@ def in_gguf(linear: LinearSpec, grid: Grid) -> int:
 
 @dataclass(frozen=True)
 class Costs:
-    """What is chosen among: ``gguf``: that format's types, else integers; ``of``: the bits that a linear takes on a
-    grid that fits it; ``words``: of linears, by name, the [out, in] of what they are stored in, whose codes have to
-    fill 32-bit words both ways."""
+    """What is chosen among: ``gguf``: that format's types, ``trellis``: those codes, else integers; ``of``: the bits
+    that a linear takes on a grid that fits it; ``words``: of linears, by name, the [out, in] of what they are stored
+    in, whose codes have to fill 32-bit words both ways."""
 
     gguf: bool = False
     of: Cost = in_checkpoint
     words: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    trellis: bool = False
 
     def grids(self, linears: Sequence[LinearSpec]) -> list[Grid]:
         """The candidates for ``linears`` together. Raises UsageError where there are none."""
         sides = [side for x in linears for side in self.words.get(x.name, ())]
-        found = [g for g in grids(linears, self.gguf) if all(side * g.bits % 32 == 0 for side in sides)]
+        found = [g for g in grids(linears, self.gguf, self.trellis) if all(side * g.bits % 32 == 0 for side in sides)]
         if not found:
             raise UsageError(
                 f"{linears[0].name}: codes of no width fill whole 32-bit words there; use --format compressed-tensors, "
@@ -156,10 +166,10 @@ def fixed_bits(source: LayerSource, linears: Sequence[LinearSpec], dtype: torch.
     return (elements - quantized) * torch.finfo(dtype).bits + len(source.present) * HEADER_BYTES * 8
 
 
-def head_grid(head: LinearSpec, gguf: bool = False) -> Grid:
-    """What the head is rounded to where it is quantized too: 8 bits, for no loss of a layer tells what it is worth.
-    Raises UsageError where no type of ``gguf`` divides its inputs."""
-    return next(grid for grid in grids([head], gguf) if grid.bits == 8)
+def head_grid(head: LinearSpec, costs: Costs) -> Grid:
+    """What the head is rounded to where it is quantized too: as many bits as there are, for no loss of a layer tells
+    what it is worth. Raises UsageError where no type of GGUF divides its inputs."""
+    return max(grids([head], costs.gguf, costs.trellis), key=lambda grid: (grid.bits, grid.group_size))
 
 
 def kind_of(grid: Grid) -> str:
@@ -233,7 +243,16 @@ def _weigh(name: str, sites: Sequence[Site], weights: Weights, felt: Felt, costs
                 losses[i] += _lost(rows, costs, grid, x.name) * x.out_features / len(rows)
     weight = sum(x.in_features * x.out_features for x in linears)
     candidates = [
-        Candidate(g.bits, g.group_size, costs_of.all(linears, g), loss, g.symmetric, g.ggml, kind_of(g) if gguf else "")
+        Candidate(
+            g.bits,
+            g.group_size,
+            costs_of.all(linears, g),
+            loss,
+            g.symmetric,
+            g.ggml,
+            kind_of(g) if gguf else "",
+            g.trellis,
+        )
         for g, loss in zip(tried, losses, strict=True)
     ]
     return Unit(name, tuple(x.name for x in linears), weight, tuple(candidates))
@@ -249,6 +268,9 @@ def _lost(rows: Tensor, costs: Tensor, grid: Grid, name: str) -> float:
     else:
         group = fitted(grid, rows.shape[1]).group_size
         group = rows.shape[1] if group == -1 else group
+        if grid.trellis:
+            back = trellis.round_columns(rows, diagonal(costs), grid.bits, group).dense()
+            return float((rows - back).square().sum(0) @ costs)
         bounds = clip_groups(rows, torch.diag_embed(costs.view(-1, group)), replace(grid, group_size=group))
         code = quantize(rows, group, bits=grid.bits, symmetric=grid.symmetric, name=name, bounds=bounds)
         back = code.dequantize().to(rows.device)
