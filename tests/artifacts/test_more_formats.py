@@ -619,5 +619,5 @@ def test_nan_is_refused_by_name(make: Any) -> None:
 
 def test_every_format_is_registered() -> None:
     assert set(FORMATS) == {
-        "awq", "gptq", "auto-round", "compressed-tensors", "smooth_quant", "fp8", "mxfp4", "gguf",
+        "awq", "gptq", "auto-round", "compressed-tensors", "smooth_quant", "fp8", "mxfp4", "trellis", "gguf",
     }  # fmt: skip

@@ -73,7 +73,7 @@ refused = refusing(UsageError)
             auto_awq,
             Awq(),
             Common(format="mxfp4"),
-            "--format: expected awq or gptq_v2 or gptq or compressed-tensors or auto_round or gguf for this method, "
+            "--format: expected awq or gptq_v2 or gptq or compressed-tensors or auto_round or gguf or trellis for this method, "
             "found 'mxfp4'",
         ),
         (

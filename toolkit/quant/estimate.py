@@ -31,6 +31,7 @@ AWQ_PASSES = 40 * 2.6  # over a weight, each as long as rounding it once: candid
 # Likewise, of each weight: once through scales and codes, beside products; where gradients guide rows wait for each
 # other (the demo's shapes on one core of Zen 4).
 SWEEP, GUIDED_SWEEP = 150, 900
+TRELLIS = {2: 1360, 3: 790, 4: 660}  # likewise, by bits: scales that are tried, and the cheapest path
 TUNING = 2.5  # a step of tuning, in passes of its sample through the model in float32
 TEXT = 2.0  # writing text goes through the model in 8 bits: so much faster than float32 a token
 START = 6.0  # seconds of reading, checking and writing
@@ -56,7 +57,7 @@ class Work:
     """``tokens``: of calibration text, ``seqlen`` a sample; ``written``: of them by the model itself, now. ``layers``:
     that an earlier run has not quantized. ``passes``: of the text through each. ``guided``: samples that
     gradients are taken of. ``iters``: auto-round's. ``sweeps``: of ``descent.py``,
-    ``together`` where gradients guide them."""
+    ``together`` where gradients guide them. ``trellis``: bits of such codes, 0 where there are others."""
 
     stage: str
     tokens: int
@@ -71,6 +72,7 @@ class Work:
     eval_tokens: int
     sweeps: int = 0
     together: bool = False
+    trellis: int = 0
 
 
 def measure(source: LayerSource, device: torch.device) -> Rates:
@@ -134,6 +136,8 @@ def seconds(source: LayerSource, work: Work, rates: Rates) -> dict[str, float]:
         each = GUIDED_SWEEP if work.together else SWEEP
         again = sum(_size(x) * (each * rates.rounding + 4 * x.in_features * rates.product) for x in linears)
         found["layers"] += share * work.sweeps * again
+    if work.trellis:
+        found["layers"] += share * TRELLIS[work.trellis] * rates.rounding * sum(map(_size, linears))
     if work.iters:
         found["layers"] += share * len(spec.layers) * work.iters * SAMPLES * work.seqlen * 3 * rates.exact
     return found

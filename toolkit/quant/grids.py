@@ -71,11 +71,17 @@ def grid_options(grid: awq.Grid) -> dict[str, Any]:
     return {"w_bits": grid.bits, "w_sym": grid.symmetric, "w_group_size": grid.group_size}
 
 
-def rounding_of(options: Awq | Gptq) -> Rounding:
+def rounding_of(options: Awq | Gptq, usual: int) -> Rounding:
+    """``usual``: sweeps, where nothing is said."""
     return Rounding(
         options.damp, options.shrink, options.desc_act, options.static_groups,
-        carry=options.carry_error, sweeps=options.sweeps,
+        carry=options.carry_error, sweeps=usual if options.sweeps is None else options.sweeps,
     )  # fmt: skip
+
+
+def usual_sweeps(common: Common) -> int:
+    """The preset's, where codes can be gone through one by one."""
+    return 0 if common.format == trellis.METHOD else common.effort.sweeps
 
 
 def rounding_options(how: Rounding) -> dict[str, float | bool]:

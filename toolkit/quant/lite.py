@@ -22,7 +22,16 @@ from toolkit.models.sites import Site
 from toolkit.quant import gguf
 from toolkit.quant.artifact_size import cost_of
 from toolkit.quant.budget import budget_of
-from toolkit.quant.grids import MIXED, check_trellis, grid_options, grids, integers, rounding_of, rounding_options
+from toolkit.quant.grids import (
+    MIXED,
+    check_trellis,
+    grid_options,
+    grids,
+    integers,
+    rounding_of,
+    rounding_options,
+    usual_sweeps,
+)
 from toolkit.quant.layer_config import read_layer_config
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.statistics import Gram
@@ -64,7 +73,8 @@ def auto_awq(
     rounding = common.effort.rounding if options.rounding is None else options.rounding
     if rounding not in ("nearest", "gptq"):
         raise UsageError(f"--rounding: expected nearest or gptq, found {rounding!r}")
-    feedback, how = rounding == "gptq", rounding_of(options)
+    feedback = rounding == "gptq"
+    how = rounding_of(options, usual_sweeps(common) if feedback else 0)
     if not feedback and (how != Rounding() or options.guide_samples is not None):
         raise UsageError(
             "--damp, --shrink, --carry-error, --guide-samples, --sweeps, --desc-act, --static-groups: they are GPTQ's; "
@@ -127,7 +137,7 @@ def auto_gptq(
     if common.format == trellis.METHOD:
         check_trellis(options)
     source = open_source(model, common, "auto_gptq")
-    (grid, own, common), how = grids(options, source, common), rounding_of(options)
+    (grid, own, common), how = grids(options, source, common), rounding_of(options, usual_sweeps(common))
     gptq_names = ("gptq", "gptq_v2") if grid.symmetric else ("gptq_v2", "gptq")
     uniform = () if own else ("awq", "gguf")
     recipe = Recipe(
@@ -241,7 +251,8 @@ def search(
         costs = replace(costs, of=cost_of(source, lambda grid, *shape: integers(grid, False, *shape)))
     budget = budget_of(options, size, source, linears, heads, costs, common)
     grid = awq.Grid(4, 32, trellis=in_trellis)
-    how = Rounding(options.damp, options.shrink, carry=options.carry_error, sweeps=options.sweeps)
+    sweeps = options.sweeps if options.sweeps is not None else 0 if in_gguf else usual_sweeps(common)
+    how = Rounding(options.damp, options.shrink, carry=options.carry_error, sweeps=sweeps)
     chosen = {x.name: finder.head_grid(x, costs) for x in heads}
     inputs = {x.name: x.in_features for x in linears}
 

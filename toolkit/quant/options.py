@@ -100,8 +100,10 @@ class Awq:
         "GPTQ: of so many samples gradients tell what an error of each token and output does to the predictions, and "
         "rounding goes by that; 0: none. Default: the preset's (balanced: 32, best: 128).",
     )
-    sweeps: int = option(
-        0, "GPTQ: times that all scales and codes are gone through again behind it, each set to what the others leave."
+    sweeps: int | None = option(
+        None,
+        "GPTQ: times that all scales and codes are gone through again behind it, each set to what the others leave. "
+        "Default: the preset's (best: 2; else 0); 0 in trellis codes.",
     )
     desc_act: bool = option(False, "GPTQ: columns with the largest inputs first.")
     static_groups: bool = option(
@@ -125,7 +127,7 @@ class Gptq:
     shrink: float = same_option(Awq, "shrink")
     carry_error: bool = same_option(Awq, "carry_error")
     guide_samples: int | None = same_option(Awq, "guide_samples")
-    sweeps: int = same_option(Awq, "sweeps")
+    sweeps: int | None = same_option(Awq, "sweeps")
     desc_act: bool = same_option(Awq, "desc_act")
     static_groups: bool = same_option(Awq, "static_groups")
     tune_steps: int | None = same_option(Awq, "tune_steps")
@@ -170,7 +172,7 @@ class Search:
     shrink: float = same_option(Awq, "shrink")
     carry_error: bool = same_option(Awq, "carry_error")
     guide_samples: int | None = same_option(Awq, "guide_samples")
-    sweeps: int = same_option(Awq, "sweeps")
+    sweeps: int | None = same_option(Awq, "sweeps")
     tune_steps: int | None = same_option(Awq, "tune_steps")
 
 

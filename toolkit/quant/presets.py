@@ -12,7 +12,7 @@ class Preset:
     """``calib_samples``: None for as many as ``calibration.make_plan`` takes by itself. ``guide_samples``: of them,
     whose gradients guide the rounding. ``tune_steps``: of ``tune.tune`` where memory allows it and nothing guides;
     ``tune_steps_8bit``: the same after ``smooth_quant``. ``iters``: of auto-round a block. ``eval_tokens``: of the
-    held-out text. ``rounding``: what ``auto_awq`` rounds by."""
+    held-out text. ``rounding``: what ``auto_awq`` rounds by. ``sweeps``: behind GPTQ's rounding."""
 
     calib_samples: int | None
     guide_samples: int
@@ -21,13 +21,18 @@ class Preset:
     iters: int
     eval_tokens: int
     rounding: str
+    sweeps: int
 
 
 MEASURED = 24576  # all of the held-out text for most tokenizers
 PRESETS = {
-    "fast": Preset(16, 0, tune_steps=0, tune_steps_8bit=0, iters=50, eval_tokens=4096, rounding="nearest"),
-    "balanced": Preset(None, 32, tune_steps=64, tune_steps_8bit=0, iters=200, eval_tokens=MEASURED, rounding="gptq"),
-    "best": Preset(128, 128, tune_steps=192, tune_steps_8bit=64, iters=1000, eval_tokens=MEASURED, rounding="gptq"),
+    "fast": Preset(16, 0, tune_steps=0, tune_steps_8bit=0, iters=50, eval_tokens=4096, rounding="nearest", sweeps=0),
+    "balanced": Preset(
+        None, 32, tune_steps=64, tune_steps_8bit=0, iters=200, eval_tokens=MEASURED, rounding="gptq", sweeps=0
+    ),
+    "best": Preset(
+        128, 128, tune_steps=192, tune_steps_8bit=64, iters=1000, eval_tokens=MEASURED, rounding="gptq", sweeps=2
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from toolkit.artifacts.canonical import Dense, Weight
+from toolkit.artifacts.formats import trellis
 from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.gguf.metadata import model_metadata
 from toolkit.artifacts.manifest import describe_parent
@@ -249,7 +250,7 @@ def _tell_needs(
         source, common, plan, eval_tokens=common.measured, tune_steps=tune_steps, whole_layers=recipe.whole_layers,
         texts=recipe.texts, beside=beside, products=recipe.products,
         carries=recipe.carries and common.calibration is None, guided=guided > 0,
-        swept=recipe.options.get("sweeps", 0) > 0,
+        swept=recipe.options.get("sweeps", 0) > 0 or common.format == trellis.METHOD,
     )  # fmt: skip
     gradients = stored_bytes(source.spec.layers) if guided else 0
     room = disk_bytes(source, targets(source, selection), recipe.sample, dtype, memory.disk + gradients)
@@ -287,6 +288,7 @@ def _tell_time(
         tune_steps=0 if KEY in there else tune_steps,
         iters=recipe.options.get("iters", 0),
         sweeps=recipe.options.get("sweeps", 0),
+        trellis=recipe.options.get("w_bits", 3) if common.format == trellis.METHOD else 0,
         together=guided > 0,
         eval_tokens=common.measured,
     )

@@ -31,7 +31,7 @@ class Rounding:
     static_groups: bool = Gptq.static_groups
     clip: bool = True
     carry: bool = Gptq.carry_error
-    sweeps: int = Gptq.sweeps
+    sweeps: int = 0
     block: int = 128
 
     @property

@@ -118,7 +118,7 @@ def _warn_of_scaled_rows(changes: Mapping[str, Change], program: Program) -> Non
 
     for name, change in changes.items():
         base = program.bases.get(name)
-        four = base is not None and base.meta.kind == INT and base.meta.bits == 4
+        four = base is not None and base.meta.kind == INT and base.meta.bits <= 4
         if four and isinstance(change, LowRank) and change.magnitude is not None:
             log.warning(
                 "use_dora: an adapter's magnitudes are lengths of the float model's rows, which weights of 4 bits have "
