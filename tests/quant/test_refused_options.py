@@ -60,8 +60,8 @@ refused = refusing(UsageError)
             auto_awq,
             Awq(w_bits=8),
             Common(),
-            "--w-bits: the AWQ gemm format holds 4-bit weights alone, found 8; give --format gptq_v2 or "
-            "compressed-tensors too, or leave it out",
+            "--w-bits: the AWQ gemm format holds 4-bit weights alone, found 8; give --format gptq_v2, "
+            "compressed-tensors or trellis too, or leave it out",
         ),
         (
             auto_awq,
@@ -73,8 +73,8 @@ refused = refusing(UsageError)
             auto_awq,
             Awq(),
             Common(format="mxfp4"),
-            "--format: expected awq or gptq_v2 or gptq or compressed-tensors or auto_round or gguf or trellis for this method, "
-            "found 'mxfp4'",
+            "--format: expected awq or gptq_v2 or gptq or compressed-tensors or auto_round or gguf or trellis for this "
+            "method, found 'mxfp4'",
         ),
         (
             auto_awq,

@@ -112,7 +112,9 @@ def auto_awq(
         options=told,
         method=method,
         sample=partial(integers, grid, feedback and how.act_order),
-        formats=MIXED if own else ("awq", *MIXED, "gguf"),
+        formats=MIXED
+        if own
+        else ("awq", "gptq_v2", "gptq", "compressed-tensors", "auto_round", "gguf", trellis.METHOD),
         group_size=grid.group_size,
         sequential=feedback,
         carries=feedback and how.carry,
