@@ -35,6 +35,7 @@ OURS: dict[str, list[str]] = {
     "awq+gptq": ["auto_awq", "--rounding", "gptq"],
     "awq+gptq-untuned": ["auto_awq", "--rounding", "gptq", "--tune-steps", "0"],
     "best": ["auto_awq", "--preset", "best"],
+    "trellis": ["auto_awq", "--format", "trellis"],
     "auto_round": ["auto_round", "--no-w-sym"],
     "search": ["search"],  # to the bits that codes of the given bits and group take
     "search-untuned": ["search", "--tune-steps", "0"],
@@ -57,7 +58,7 @@ def command_of(args: argparse.Namespace, out: Path) -> list[str]:
     if args.peer == "ours":
         group = [] if args.method.startswith("w8a8") else ["--w-group-size", str(args.group_size)]
         if args.bits != 4 and group:
-            group += ["--w-bits", str(args.bits), "--format", "gptq_v2"]
+            group += ["--w-bits", str(args.bits), *(["--format", "gptq_v2"] if args.method != "trellis" else [])]
         if args.method == "auto_round":
             group += ["--iters", str(args.iters)]
         if args.method.startswith("search"):

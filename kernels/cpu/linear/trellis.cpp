@@ -3,6 +3,9 @@
 #include "linear/trellis.h"
 
 #include "linear/trellis_tables.h"
+#if defined(__AVX512F__)
+#include "linear/trellis_vbmi.h"
+#endif
 
 namespace tk {
 namespace TK_ISA {
@@ -47,52 +50,6 @@ void expand_group(const uint8_t* codes, const uint8_t* before, int64_t columns, 
         expand_columns<BITS>(codes, codes - 16 * BITS + BITS - 1, BITS, pairs, out);
     }
 }
-
-#if defined(__AVX512F__)
-#define TK_VBMI __attribute__((target("avx512vbmi")))
-
-// The table, plus 128, and which bytes the windows of four columns are cut from, four a row: of a register of codes, or behind it of what was before.
-struct Cuts {
-    uint8_t bytes[2][64], shifts[2][64], last[64], table[256];
-    explicit Cuts(int bits) {
-        for (int i = 0; i < 256; i++) table[i] = uint8_t(trellis_table(bits)[i] + 128);
-        for (int half = 0; half < 2; half++) {
-            const int skip = bits == 4 && half ? 2 : 0;  // bytes of a row that lie before its second half's windows
-            for (int r = 0; r < 16; r++)
-                for (int i = 0; i < 4; i++) {
-                    const int byte = skip + i - 1;
-                    bytes[half][4 * r + i] = uint8_t(byte < 0 ? 64 + r : r * bits + (byte < bits ? byte : 0));
-                    shifts[half][4 * r + i] = uint8_t(r % 2 * 32 + bits * (4 * half + i + 1) - 8 * skip);
-                }
-        }
-        for (int r = 0; r < 64; r++) last[r] = uint8_t(r < 16 ? r * bits + bits - 1 : 0);
-    }
-};
-
-template <int BITS>
-TK_VBMI void expand_group_vbmi(const uint8_t* codes, const uint8_t* before, int64_t columns, uint8_t* out) {
-    static const Cuts cuts(BITS);
-    constexpr __mmask64 WHOLE = BITS == 4 ? ~0ull : (1ull << (16 * BITS % 64)) - 1;
-    const B t0 = bload(cuts.table), t1 = bload(cuts.table + 64), t2 = bload(cuts.table + 128), t3 = bload(cuts.table + 192);
-    const B last = bload(cuts.last);
-    const B from[2] = {bload(cuts.bytes[0]), bload(cuts.bytes[1])}, shift[2] = {bload(cuts.shifts[0]), bload(cuts.shifts[1])};
-    B old = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)before));
-    for (int64_t k = 0; k < columns; k += 8, codes += 16 * BITS, out += 128) {
-        const B now = _mm512_maskz_loadu_epi8(WHOLE, codes);
-        for (int half = 0; half < 2; half++) {
-            const B places = _mm512_multishift_epi64_epi8(shift[half], _mm512_permutex2var_epi8(now, from[half], old));
-            const B low = _mm512_permutex2var_epi8(t0, places, t1), high = _mm512_permutex2var_epi8(t2, places, t3);
-            bstore(out + 64 * half, _mm512_mask_mov_epi8(low, _mm512_movepi8_mask(places), high));
-        }
-        old = _mm512_permutexvar_epi8(last, now);
-    }
-}
-
-bool has_vbmi() {
-    static const bool has = __builtin_cpu_supports("avx512vbmi");
-    return has;
-}
-#endif
 
 typedef void (*ExpandGroup)(const uint8_t*, const uint8_t*, int64_t, uint8_t*);
 
@@ -150,6 +107,9 @@ Store store_at(const Store& to, int64_t tile, bool first) {
 int64_t trellis_scratch(const Ops& ops, const Matrix& w) { return 64 + 2 * room_bytes(w) + ops.linear_scratch(as_bytes(w)); }
 
 void linear_trellis(const Ops& ops, const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
+#if defined(__AVX512F__)
+    if (count <= FEW_ROWS && has_vbmi()) return linear_few(w, in, count, t0, t1, to);
+#endif
     uint8_t* room = (uint8_t*)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
     Expanded part(w, room);
     for (int64_t tile = t0; tile < t1; tile += TILES) {
@@ -161,6 +121,9 @@ void linear_trellis(const Ops& ops, const Matrix& w, const Rows& in, int64_t cou
 
 void gated_trellis(const Ops& ops, const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
                    const Store& to, void* scratch) {
+#if defined(__AVX512F__)
+    if (count <= FEW_ROWS && same_shape(gate, up) && has_vbmi()) return gated_few(gate, up, in, count, t0, t1, to);
+#endif
     uint8_t* room = (uint8_t*)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
     Expanded a(gate, room), b(up, room + room_bytes(gate));
     for (int64_t tile = t0; tile < t1; tile += TILES) {
