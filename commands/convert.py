@@ -27,7 +27,7 @@ class ConvertFlags(Packing):
     to: str | None = option(
         None,
         "Write a checkpoint in this format instead of an engine artifact: awq, gptq, gptq_v2, auto_round, "
-        "compressed-tensors, w8a8, fp8, mxfp4, gguf, or hf (not quantized).",
+        "compressed-tensors, w8a8, fp8, mxfp4, trellis, gguf, or hf (not quantized).",
     )
     gguf_type: str | None = option(
         None,

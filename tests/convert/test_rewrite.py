@@ -816,7 +816,8 @@ def test_a_disk_without_room_is_told_first_and_one_with_room_is_never_refused(
 
 def test_formats_are_those_of_the_help() -> None:
     assert set(FORMATS) == {
-        "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "w8a8", "fp8", "mxfp4", "gguf", "hf",
+        "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "w8a8", "fp8", "mxfp4", "trellis",
+        "gguf", "hf",
     }  # fmt: skip
 
 
