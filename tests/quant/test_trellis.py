@@ -103,6 +103,13 @@ def test_a_model_loses_less_in_trellis_codes(
     assert (checkpoint.quantization["quant_method"], checkpoint.quantization["bits"]) == ("trellis", 3)
 
 
+def test_it_goes_with_the_preset_fast(tiny_models: Any, tmp_path: Path, harbour: str) -> None:
+    """Whose AWQ rounds to nearest otherwise."""
+    common = Common(format="trellis", preset="fast", calib_dataset=harbour, calib_seqlen=64, eval_tokens=64)
+    found = auto_awq(str(tiny_models("llama")), tmp_path / "out", Awq(w_bits=4), common=common)
+    assert found.options["rounding"] == "gptq"
+
+
 def test_a_search_chooses_among_their_widths(tiny_models: Any, tmp_path: Path, harbour: str) -> None:
     common = Common(format="trellis", calib_dataset=harbour, calib_samples=8, calib_seqlen=64, eval_tokens=64)
     search(str(tiny_models("llama")), tmp_path / "out", Search(bits=3.6, guide_samples=0), common=common)

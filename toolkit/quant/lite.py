@@ -70,7 +70,8 @@ def auto_awq(
     """
     if options.w_bits not in GPTQ_BITS:
         raise UsageError(f"--w-bits: expected 4, 8, 3 or 2, found {options.w_bits}")
-    rounding = common.effort.rounding if options.rounding is None else options.rounding
+    usual = "gptq" if common.format == trellis.METHOD else common.effort.rounding
+    rounding = usual if options.rounding is None else options.rounding
     if rounding not in ("nearest", "gptq"):
         raise UsageError(f"--rounding: expected nearest or gptq, found {rounding!r}")
     feedback = rounding == "gptq"
