@@ -59,6 +59,8 @@ void scale_logits(float* x, int64_t n, float scale, float softcap);
 
 namespace {
 
+TK_INLINE uint8_t* aligned(void* p) { return (uint8_t*)(((uintptr_t)p + 63) & ~(uintptr_t)63); }
+
 // 16 numbers of a float type, from the i-th on.
 TK_INLINE F load_as(const void* x, int32_t dtype, int64_t i) {
     if (dtype == BF16) return load_bf16((const uint16_t*)x + i);

@@ -79,7 +79,7 @@ struct Ahead {
 int64_t code_bytes(const Matrix& w) { return together(w) * w.group * LANES; }
 
 Work work_of(void* scratch) {
-    uint8_t* p = (uint8_t*)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
+    uint8_t* p = aligned(scratch);
     Work k = {};
     k.sums = (int32_t*)p;
     k.scales = (float*)(p + GROUPS * 2048);

@@ -14,8 +14,6 @@ constexpr int64_t BLOCK = 32;    // rows of a block: two tiles
 constexpr int64_t NEAR = 3 << 19;  // bytes of inputs that stay in the second-level cache while weights pass by
 constexpr int64_t SPACE = 64;    // bytes behind a row, so that rows never lie a power of two apart
 
-TK_INLINE uint8_t* aligned(void* p) { return (uint8_t*)(((uintptr_t)p + 63) & ~(uintptr_t)63); }
-
 TK_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 // Rows of a panel, of so many bytes each.

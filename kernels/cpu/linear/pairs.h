@@ -61,8 +61,6 @@ struct PairAhead {
     }
 };
 
-TK_INLINE uint8_t* aligned(void* p) { return (uint8_t*)(((uintptr_t)p + 63) & ~(uintptr_t)63); }
-
 // `b` null = the pair has one tile; it then stands in both places.
 Pair pair_of(const Matrix& w, const uint8_t* a, const uint8_t* b, void* scratch) {
     uint8_t* p = aligned(scratch);

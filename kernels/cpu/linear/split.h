@@ -119,7 +119,7 @@ void deep_for(const Matrix& w, const Split& s, const Rows& in, int64_t t0, int64
 // Tiles [t0, t1) of one matrix, or with `up` of a gated pair of one shape.
 void linear_split(const Matrix& w, const Matrix* up, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to,
                   void* scratch) {
-    uint8_t* room = (uint8_t*)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
+    uint8_t* room = aligned(scratch);
     uint8_t* other = room + split_bytes(w);
     const int64_t bytes = w.tile_bytes(), most = groups_at_once(w), parts = (w.groups() + most - 1) / most;
     for (int64_t tile = t0; tile < t1; tile++) {

@@ -110,7 +110,7 @@ void linear_trellis(const Ops& ops, const Matrix& w, const Rows& in, int64_t cou
 #if defined(__AVX512F__)
     if (count <= FEW_ROWS && has_vbmi()) return linear_few(w, in, count, t0, t1, to);
 #endif
-    uint8_t* room = (uint8_t*)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
+    uint8_t* room = aligned(scratch);
     Expanded part(w, room);
     for (int64_t tile = t0; tile < t1; tile += TILES) {
         const int64_t n = t1 - tile < TILES ? t1 - tile : TILES;
@@ -124,7 +124,7 @@ void gated_trellis(const Ops& ops, const Matrix& gate, const Matrix& up, const R
 #if defined(__AVX512F__)
     if (count <= FEW_ROWS && same_shape(gate, up) && has_vbmi()) return gated_few(gate, up, in, count, t0, t1, to);
 #endif
-    uint8_t* room = (uint8_t*)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
+    uint8_t* room = aligned(scratch);
     Expanded a(gate, room), b(up, room + room_bytes(gate));
     for (int64_t tile = t0; tile < t1; tile += TILES) {
         const int64_t n = t1 - tile < TILES ? t1 - tile : TILES;
