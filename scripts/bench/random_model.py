@@ -30,7 +30,7 @@ from gpu.models import BIG
 from toolkit.artifacts.output.checkpoint_writer import write_model
 from toolkit.artifacts.source import resolve_model
 from toolkit.models.registry import build
-from toolkit.runners.native.library import trellis_table
+from toolkit.runners.native.packing.pack import trellis_table
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -136,10 +136,9 @@ def random_weight(rows: int, columns: int, form: str, bits: int, rng: torch.Gene
     """(suffix, tensor) pairs that hold one random matrix."""
     if form == "trellis":
         words = torch.randint(-(1 << 31), (1 << 31) - 1, (rows, columns * bits // 32), dtype=torch.int32, generator=rng)
-        table = torch.frombuffer(bytearray(trellis_table(bits)), dtype=torch.int8)
         yield "qweight", words
         yield "scales", torch.full((rows, columns // GROUP), SPREAD / 38).half()
-        yield "table", table.clone()
+        yield "table", trellis_table(bits)
         return
     if form == "dense":
         yield "weight", (torch.randn(rows, columns, generator=rng) * SPREAD).bfloat16()
@@ -208,9 +207,8 @@ def main() -> None:
     (args.dir / "tokenizer.json").write_text(json.dumps(tokenizer))
     if not args.config_only:
         form = "awq" if args.awq else "trellis" if args.trellis else "dense"
-        write_model(
-            args.dir, tensors(config, form, args.trellis or 4), 1 << 30
-        )  # shard by shard: never whole in memory
+        found = tensors(config, form, args.trellis or 4)
+        write_model(args.dir, found, 1 << 30)  # shard by shard: never whole in memory
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def test_streams_are_nearly_the_cheapest(bits: int) -> None:
     found = trellis.round_columns(weight, inverse_factor(torch.eye(384), Rounding(0.01, 0.0)), bits, 384)
     words = streams(found.codes, bits)
     assert torch.equal(places(words, bits), found.codes)  # each place has the bits of those before it
-    table = trellis._table(bits).float()
+    table = trellis.trellis_table(bits).float()
     lost = (weight - found.dense()).square().mean(1)
     best = [cheapest(row[None] / s, table, bits) * s * s for row, s in zip(weight, found.scale[:, 0], strict=True)]
     assert float(lost.mean()) < 1.05 * float(torch.stack(best).mean())

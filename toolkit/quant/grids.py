@@ -57,8 +57,11 @@ def grids(
     return grid, {}, replace(common, skip=skip, quantize_lm_head=head)
 
 
-def check_trellis(options: Awq | Gptq | Search) -> None:
-    """Raise UsageError for what does not go with trellis codes, or where nothing here can round to them."""
+def check_trellis(options: Awq | Gptq | Search, common: Common) -> None:
+    """Raise UsageError for what does not go with trellis codes, if it is they that are asked for, or where nothing here
+    can round to them."""
+    if common.format != trellis.METHOD:
+        return
     if not isinstance(options, Search) and options.w_bits not in trellis.BITS:
         raise UsageError(f"--w-bits: trellis codes have 2, 3 or 4 bits, found {options.w_bits}")
     if options.sweeps or (not isinstance(options, Search) and options.desc_act):

@@ -81,10 +81,9 @@ def auto_awq(
             "--damp, --shrink, --carry-error, --guide-samples, --sweeps, --desc-act, --static-groups: they are GPTQ's; "
             "give --rounding gptq too"
         )
-    if common.format == trellis.METHOD:
-        check_trellis(options)
-        if not feedback:
-            raise UsageError("--rounding nearest: trellis codes are rounded with error feedback; expected gptq")
+    check_trellis(options, common)
+    if common.format == trellis.METHOD and not feedback:
+        raise UsageError("--rounding nearest: trellis codes are rounded with error feedback; expected gptq")
     if options.w_bits != 4 and common.format in (None, "awq"):
         raise UsageError(
             f"--w-bits: the AWQ gemm format holds 4-bit weights alone, found {options.w_bits}; "
@@ -137,8 +136,7 @@ def auto_gptq(
     holds a zero point of 0. Raises as ``auto_awq`` does."""
     if options.w_bits not in GPTQ_BITS:
         raise UsageError(f"--w-bits: GPTQ holds weights of 2, 3, 4 or 8 bits, found {options.w_bits}")
-    if common.format == trellis.METHOD:
-        check_trellis(options)
+    check_trellis(options, common)
     source = open_source(model, common, "auto_gptq")
     (grid, own, common), how = grids(options, source, common), rounding_of(options, usual_sweeps(common))
     gptq_names = ("gptq", "gptq_v2") if grid.symmetric else ("gptq_v2", "gptq")
@@ -234,8 +232,7 @@ def search(
     quantized too gets 8 bits, which count in ``size`` alone. Raises as ``auto_awq`` does.
     """
     in_gguf = common.format == gguf.FORMAT
-    if common.format == trellis.METHOD:
-        check_trellis(options)
+    check_trellis(options, common)
     bits, size = _budget_options(options)
     if common.calibration is not None:
         raise UsageError("--calibration: search has no use for it; leave the option out")
@@ -248,12 +245,12 @@ def search(
     if not linears:
         raise UsageError("--skip, --include: no linear of a layer is left to choose for")
     words = _stored_shapes(source) if common.format in ("gptq_v2", "auto_round") else {}
-    in_trellis = common.format == trellis.METHOD
-    costs = finder.Costs(True, finder.in_gguf) if in_gguf else finder.Costs(words=words, trellis=in_trellis)
+    costs = finder.Costs(words=words, trellis=common.format == trellis.METHOD)
+    costs = finder.Costs(True, finder.in_gguf) if in_gguf else costs
     if size is not None and not in_gguf:
         costs = replace(costs, of=cost_of(source, lambda grid, *shape: integers(grid, False, *shape)))
     budget = budget_of(options, size, source, linears, heads, costs, common)
-    grid = awq.Grid(4, 32, trellis=in_trellis)
+    grid = awq.Grid(4, 32, trellis=costs.trellis)
     sweeps = options.sweeps if options.sweeps is not None else 0 if in_gguf else usual_sweeps(common)
     how = Rounding(options.damp, options.shrink, carry=options.carry_error, sweeps=sweeps)
     chosen = {x.name: finder.head_grid(x, costs) for x in heads}

@@ -92,7 +92,7 @@ class Factor:
         return shrink(self.xtx[columns[:, None], columns], self.share)
 
 
-def diagonal(costs: Tensor) -> Factor:
+def diagonal_factor(costs: Tensor) -> Factor:
     """Of columns that have nothing to do with each other, each error's square counted ``costs`` times."""
     counted = costs.float().clamp(min=float(costs.mean()) * 1e-6 or 1.0)
     order = torch.arange(len(costs), device=costs.device)

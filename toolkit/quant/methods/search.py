@@ -32,7 +32,7 @@ from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.methods import trellis
 from toolkit.quant.methods.awq import Grid, clip_groups, site_scale
 from toolkit.quant.methods.grid import quantize
-from toolkit.quant.methods.rounded import diagonal
+from toolkit.quant.methods.rounded import diagonal_factor
 from toolkit.quant.methods.sensitivity import SAMPLES, Felt, feel
 from toolkit.quant.run import Prepared
 from toolkit.quant.selection import Selection
@@ -269,7 +269,7 @@ def _lost(rows: Tensor, costs: Tensor, grid: Grid, name: str) -> float:
         group = fitted(grid, rows.shape[1]).group_size
         group = rows.shape[1] if group == -1 else group
         if grid.trellis:
-            back = trellis.round_columns(rows, diagonal(costs), grid.bits, group).dense()
+            back = trellis.round_columns(rows, diagonal_factor(costs), grid.bits, group).dense()
             return float((rows - back).square().sum(0) @ costs)
         bounds = clip_groups(rows, torch.diag_embed(costs.view(-1, group)), replace(grid, group_size=group))
         code = quantize(rows, group, bits=grid.bits, symmetric=grid.symmetric, name=name, bounds=bounds)

@@ -18,6 +18,7 @@ from toolkit.base.threads import usable_cores
 from toolkit.kernels.torch.product import product
 from toolkit.quant.methods.rounded import Factor, Rounded
 from toolkit.runners.native import library
+from toolkit.runners.native.packing.pack import trellis_table
 
 BLOCK = 128  # columns between two products of matrices
 AHEAD = 32  # columns that a path is followed on behind them: where it ends is chosen with a view to them
@@ -32,15 +33,11 @@ class Paths(Rounded):
     bits: int
 
     def values(self) -> Tensor:
-        return _table(self.bits).to(self.codes.device).float()[self.codes.long()]
+        return trellis_table(self.bits).to(self.codes.device).float()[self.codes.long()]
 
     def part(self, rows: slice, bits: int, size: int) -> Trellis:
         words = streams(self.codes[rows].cpu(), bits)
-        return Trellis(words, _table(bits), self.scale[rows].to(torch.float16).cpu(), bits, size)
-
-
-def _table(bits: int) -> Tensor:
-    return torch.frombuffer(bytearray(library.trellis_table(bits)), dtype=torch.int8)
+        return Trellis(words, trellis_table(bits), self.scale[rows].to(torch.float16).cpu(), bits, size)
 
 
 def round_columns(weight: Tensor, factor: Factor, bits: int, size: int) -> Paths:
@@ -59,7 +56,7 @@ class _Walk:
     def __init__(self, weight: Tensor, upper: Tensor, bits: int, size: int) -> None:
         rows, n = weight.shape
         self.weight, self.upper, self.bits, self.size = weight, upper, bits, size
-        self.table = _table(bits)
+        self.table = trellis_table(bits)
         self.codes = torch.empty(rows, n, dtype=torch.uint8)
         self.scale = torch.zeros(rows, n // size)
         self.state = torch.zeros(rows, dtype=torch.uint8)

@@ -190,20 +190,25 @@ def pack_channel_int8(w: ChannelInt8) -> PackedTensor:
 def pack_trellis(w: Trellis) -> PackedTensor:
     """Streams as they are; looked up by another table than the library's, or without it, as 8-bit codes. ValueError
     where the groups do not fit the kernels."""
+    if not _looked_up_here(w):
+        return pack_group_int(w.integers())
     meta = packed_meta(w)
     if w.words.is_meta:
         return without_memory(meta)
-    if not meta.trellis:
-        return pack_group_int(w.integers())
     words, scales = w.words.contiguous(), w.scales.contiguous()
     source = {"codes": words, "ld": words.stride(0), "layout": _TRELLIS}
     return _unpacked_int(meta, None, scales, scales, w.group_size // meta.group, **source)
 
 
+def trellis_table(bits: int) -> Tensor:
+    """What trellis codes of so many bits look up here, int8 [256]."""
+    return torch.frombuffer(bytearray(library.trellis_table(bits)), dtype=torch.int8)
+
+
 def _looked_up_here(w: Trellis) -> bool:
     if w.table.is_meta:
         return True
-    return library.unloadable() is None and w.table.numpy().tobytes() == library.trellis_table(w.bits)
+    return library.unloadable() is None and torch.equal(w.table, trellis_table(w.bits))
 
 
 def packed_meta(w: Weight) -> PackedMeta:

@@ -13,9 +13,8 @@ from toolkit.artifacts.canonical import ChannelInt8, Dense, GroupInt, Trellis, W
 from toolkit.artifacts.outline import taller
 from toolkit.artifacts.scales import AllScales
 from toolkit.base.named import Named
-from toolkit.runners.native import library
 from toolkit.runners.native.packing.head import turn
-from toolkit.runners.native.packing.pack import TORCH_TYPES
+from toolkit.runners.native.packing.pack import TORCH_TYPES, trellis_table
 from toolkit.runners.native.packing.packed import DENSE, F32, LANES, VECTOR, PackedTensor, PackedWeights
 from toolkit.runners.weights.info import scales_of
 
@@ -70,9 +69,10 @@ def _unpack_trellis(p: PackedTensor) -> Trellis:
     codes = blocks[:, :, m.header_bytes :].reshape(m.tiles, groups, m.group // 8, LANES, m.bits)
     words = np.ascontiguousarray(codes.transpose(0, 3, 1, 2, 4)).reshape(m.tiles * LANES, -1)[: m.rows].view(np.int32)
     scales = np.ascontiguousarray(blocks[:, :, :32]).view(np.float16).transpose(0, 2, 1).reshape(-1, groups)[: m.rows]
-    table = torch.frombuffer(bytearray(library.trellis_table(m.bits)), dtype=torch.int8)
     held = scales[:, :: o["group_size"] // m.group].copy()
-    return Trellis(torch.from_numpy(words.copy()), table, torch.from_numpy(held), m.bits, o["group_size"])
+    return Trellis(
+        torch.from_numpy(words.copy()), trellis_table(m.bits), torch.from_numpy(held), m.bits, o["group_size"]
+    )
 
 
 def _unpack_group_int(p: PackedTensor) -> GroupInt:
