@@ -74,17 +74,19 @@ def grid_options(grid: awq.Grid) -> dict[str, Any]:
     return {"w_bits": grid.bits, "w_sym": grid.symmetric, "w_group_size": grid.group_size}
 
 
-def rounding_of(options: Awq | Gptq, usual: int) -> Rounding:
-    """``usual``: sweeps, where nothing is said."""
+def rounding_of(options: Awq | Gptq, sweeps: int) -> Rounding:
     return Rounding(
         options.damp, options.shrink, options.desc_act, options.static_groups,
-        carry=options.carry_error, sweeps=usual if options.sweeps is None else options.sweeps,
+        carry=options.carry_error, sweeps=sweeps,
     )  # fmt: skip
 
 
-def usual_sweeps(common: Common) -> int:
-    """The preset's, where codes can be gone through one by one."""
-    return 0 if common.format == trellis.METHOD else common.effort.sweeps
+def sweeps_of(options: Awq | Gptq | Search, common: Common, *, possible: bool = True) -> int:
+    """What is asked for, else the preset's, where codes can be gone through one by one (``possible``: by their
+    method)."""
+    if options.sweeps is not None:
+        return options.sweeps
+    return common.effort.sweeps if possible and common.format != trellis.METHOD else 0
 
 
 def rounding_options(how: Rounding) -> dict[str, float | bool]:

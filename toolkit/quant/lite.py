@@ -30,7 +30,7 @@ from toolkit.quant.grids import (
     integers,
     rounding_of,
     rounding_options,
-    usual_sweeps,
+    sweeps_of,
 )
 from toolkit.quant.layer_config import read_layer_config
 from toolkit.quant.layers.source import LayerSource
@@ -75,7 +75,7 @@ def auto_awq(
     if rounding not in ("nearest", "gptq"):
         raise UsageError(f"--rounding: expected nearest or gptq, found {rounding!r}")
     feedback = rounding == "gptq"
-    how = rounding_of(options, usual_sweeps(common) if feedback else 0)
+    how = rounding_of(options, sweeps_of(options, common, possible=feedback))
     if not feedback and (how != Rounding() or options.guide_samples is not None):
         raise UsageError(
             "--damp, --shrink, --carry-error, --guide-samples, --sweeps, --desc-act, --static-groups: they are GPTQ's; "
@@ -138,7 +138,7 @@ def auto_gptq(
         raise UsageError(f"--w-bits: GPTQ holds weights of 2, 3, 4 or 8 bits, found {options.w_bits}")
     check_trellis(options, common)
     source = open_source(model, common, "auto_gptq")
-    (grid, own, common), how = grids(options, source, common), rounding_of(options, usual_sweeps(common))
+    (grid, own, common), how = grids(options, source, common), rounding_of(options, sweeps_of(options, common))
     gptq_names = ("gptq", "gptq_v2") if grid.symmetric else ("gptq_v2", "gptq")
     uniform = () if own else ("awq", "gguf")
     recipe = Recipe(
@@ -244,14 +244,10 @@ def search(
     linears = [x for x in targets(source, selection) if x not in heads]
     if not linears:
         raise UsageError("--skip, --include: no linear of a layer is left to choose for")
-    words = _stored_shapes(source) if common.format in ("gptq_v2", "auto_round") else {}
-    costs = finder.Costs(words=words, trellis=common.format == trellis.METHOD)
-    costs = finder.Costs(True, finder.in_gguf) if in_gguf else costs
-    if size is not None and not in_gguf:
-        costs = replace(costs, of=cost_of(source, lambda grid, *shape: integers(grid, False, *shape)))
+    costs = _costs(source, common, size)
     budget = budget_of(options, size, source, linears, heads, costs, common)
     grid = awq.Grid(4, 32, trellis=costs.trellis)
-    sweeps = options.sweeps if options.sweeps is not None else 0 if in_gguf else usual_sweeps(common)
+    sweeps = sweeps_of(options, common, possible=not in_gguf)
     how = Rounding(options.damp, options.shrink, carry=options.carry_error, sweeps=sweeps)
     chosen = {x.name: finder.head_grid(x, costs) for x in heads}
     inputs = {x.name: x.in_features for x in linears}
@@ -288,6 +284,17 @@ def search(
         round_outer=size is not None,
     )
     return run(source, Path(work_dir), recipe, common, progress)
+
+
+def _costs(source: LayerSource, common: Common, size: int | None) -> finder.Costs:
+    """What a search chooses among, and what it counts."""
+    if common.format == gguf.FORMAT:
+        return finder.Costs(True, finder.in_gguf)
+    words = _stored_shapes(source) if common.format in ("gptq_v2", "auto_round") else {}
+    found = finder.Costs(words=words, trellis=common.format == trellis.METHOD)
+    if size is None:
+        return found
+    return replace(found, of=cost_of(source, lambda grid, *shape: integers(grid, False, *shape)))
 
 
 def _budget_options(options: Search) -> tuple[float | None, int | None]:
