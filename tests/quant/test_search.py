@@ -162,7 +162,7 @@ def test_budgets_that_make_no_sense_are_told_before_anything_runs(
         search(model, tmp_path / "out", Search(bits=20), common=heard)
     with pytest.raises(UsageError, match=r"--bits 1: too few, 2\.\d\d bits a weight are the least"):
         search(model, tmp_path / "out", Search(bits=1), common=heard)
-    monkeypatch.setattr("toolkit.quant.lite.run", lambda *rest: None)
+    monkeypatch.setattr("toolkit.quant.lite.searched.run", lambda *rest: None)
     search(model, tmp_path / "out", Search(bits=3.4), common=heard)
     assert told == ["warning: 3.40 bits a weight: below 3.5 a model loses much; a larger --bits is worth it"]
     told.clear()

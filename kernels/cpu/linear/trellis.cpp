@@ -6,11 +6,19 @@
 #if defined(__AVX512F__)
 #include "linear/trellis_vbmi.h"
 #endif
+#if defined(__AVX2__)
+#include "linear/trellis_avx2.h"
+#define TK_BYTES
+#elif defined(TK_NEON)
+#include "linear/trellis_neon.h"
+#define TK_BYTES
+#endif
 
 namespace tk {
 namespace TK_ISA {
 namespace {
 
+#if !defined(TK_BYTES)
 // Values, plus 128, of two weights by the 8 + BITS bits that they are looked up by.
 template <int BITS>
 struct Pairs {
@@ -41,7 +49,7 @@ TK_INLINE void expand_columns(const uint8_t* codes, const uint8_t* before, int64
 }
 
 template <int BITS>
-void expand_group(const uint8_t* codes, const uint8_t* before, int64_t columns, uint8_t* out) {
+void expand_group_bytes(const uint8_t* codes, const uint8_t* before, int64_t columns, uint8_t* out) {
     static const Pairs<BITS> pairs;
     expand_columns<BITS>(codes, before, 1, pairs, out);
     for (int64_t k = 8; k < columns; k += 8) {
@@ -50,6 +58,7 @@ void expand_group(const uint8_t* codes, const uint8_t* before, int64_t columns, 
         expand_columns<BITS>(codes, codes - 16 * BITS + BITS - 1, BITS, pairs, out);
     }
 }
+#endif
 
 typedef void (*ExpandGroup)(const uint8_t*, const uint8_t*, int64_t, uint8_t*);
 
@@ -57,7 +66,7 @@ ExpandGroup expander(int32_t bits) {
 #if defined(__AVX512F__)
     if (has_vbmi()) return bits == 2 ? expand_group_vbmi<2> : bits == 3 ? expand_group_vbmi<3> : expand_group_vbmi<4>;
 #endif
-    return bits == 2 ? expand_group<2> : bits == 3 ? expand_group<3> : expand_group<4>;
+    return bits == 2 ? expand_group_bytes<2> : bits == 3 ? expand_group_bytes<3> : expand_group_bytes<4>;
 }
 
 constexpr int64_t TILES = 2;  // expanded at a time: as many as all kernels take together
