@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import toolkit.quant.methods.tune as tuning
+import toolkit.quant.run
 from toolkit.artifacts.canonical import GroupInt
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.text.tokenizer import Tokenizer
@@ -229,11 +230,40 @@ def test_what_does_not_help_is_not_kept(
 ) -> None:
     model = str(tiny_models("llama"))
     auto_awq(model, tmp_path / "plain", Awq(tune_steps=0), common=quick)
-    monkeypatch.setattr(tuning, "RATE", 0.5)  # steps far too long
+    monkeypatch.setattr(tuning, "RATES", (0.5, 0.5))  # steps far too long
     result = auto_awq(model, tmp_path / "wild", Awq(tune_steps=8), common=quick)
     assert result.quality["tuning"]["kept"] is False
     plain, wild = (load_file(tmp_path / n / "model.safetensors") for n in ("plain", "wild"))
     assert all(torch.equal(plain[k], wild[k]) for k in plain)
+
+
+@pytest.mark.parametrize(("bits", "guides", "usual"), [(4, 0, 64), (4, 4, 0), (3, 0, 64), (3, 4, 64), (2, 4, 64)])
+def test_few_bits_are_tuned_behind_gradients_too(
+    bits: int, guides: int, usual: int, tiny_models: Any, tmp_path: Path, quick: Common, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def steps(source: Any, wanted: int | None, usual: int, *rest: Any) -> int:
+        asked.append(usual)
+        return 0
+
+    monkeypatch.setattr(toolkit.quant.run, "choose_steps", steps)
+    options = Gptq(w_bits=bits, guide_samples=guides)
+    auto_gptq(str(tiny_models("llama")), tmp_path / "out", options, common=quick)
+    assert asked == [usual]
+
+
+@pytest.mark.parametrize("form", ["gptq_v2", "trellis"])
+def test_few_bits_are_tuned_by_steps_of_another_size(
+    form: str, tiny_models: Any, tmp_path: Path, quick: Common, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "RATES", (0.0, 1e-3))
+    for bits in (3, 4):
+        options = Gptq(w_bits=bits, tune_steps=8)
+        found = auto_gptq(
+            str(tiny_models("llama")), tmp_path / f"{bits}", options, common=replace(quick, format=form)
+        ).quality["tuning"]
+        assert (found["kl_after"] == found["kl_before"]) == (bits == 4)
 
 
 @pytest.mark.parametrize("act_order", [False, True])

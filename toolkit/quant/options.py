@@ -114,7 +114,8 @@ class Awq:
     tune_steps: int | None = option(
         None,
         "Steps by which all scales and norms are then tuned together, so that the model predicts what it did; 0: "
-        "none. Left out: the preset's (balanced: 64), where --cache-memory allows it and no gradients guide.",
+        "none. Left out: the preset's (balanced: 64), where --cache-memory allows it and bits are at most 3 or no "
+        "gradients guide.",
     )
 
 

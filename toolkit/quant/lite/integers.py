@@ -26,6 +26,7 @@ from toolkit.quant.lite.shared import GPTQ_BITS, quiet
 from toolkit.quant.methods import awq, gptq
 from toolkit.quant.methods.guide import Guide
 from toolkit.quant.methods.rounded import Rounding
+from toolkit.quant.methods.tune import FEW_BITS
 from toolkit.quant.opening import open_source
 from toolkit.quant.options import Awq, Common, Gptq
 from toolkit.quant.run import Progress, Recipe, Result, run
@@ -97,6 +98,7 @@ def auto_awq(
         carries=feedback and how.carry,
         guide_samples=options.guide_samples if feedback else 0,
         tune_steps=options.tune_steps,
+        few_bits=grid.bits <= FEW_BITS,
     )
     return run(source, Path(work_dir), recipe, common, progress)
 
@@ -129,5 +131,6 @@ def auto_gptq(
         carries=how.carry,
         guide_samples=options.guide_samples,
         tune_steps=options.tune_steps,
+        few_bits=grid.bits <= FEW_BITS,
     )
     return run(source, Path(work_dir), recipe, common, progress)

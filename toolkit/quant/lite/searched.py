@@ -27,6 +27,7 @@ from toolkit.quant.methods import search as finder
 from toolkit.quant.methods.guide import Guide
 from toolkit.quant.methods.rounded import Rounding
 from toolkit.quant.methods.sensitivity import SAMPLES
+from toolkit.quant.methods.tune import FEW_BITS
 from toolkit.quant.opening import choose, open_source, targets
 from toolkit.quant.options import Common, Search
 from toolkit.quant.run import Prepared, Progress, Recipe, Result, run
@@ -96,6 +97,7 @@ def search(
         prepare=prepare,
         guide_samples=0 if in_gguf else options.guide_samples,
         tune_steps=options.tune_steps,
+        few_bits=bits is not None and bits <= FEW_BITS,
         beside=len(source.spec.layers) * SAMPLES,
         round_outer=size is not None,
     )

@@ -33,7 +33,8 @@ from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.plan import layer_width
 from toolkit.quant.text.calibration import CalibrationPlan
 
-RATE = 1e-3  # of Adam, on scales and norms relative to what they were
+FEW_BITS = 3.5  # up to so many bits a weight steps are larger, and tuning brings something behind gradients too
+RATES = 1e-3, 3e-3  # of Adam, on scales and norms relative to what they were: with more bits, and with few
 WARM_UP = 5  # steps
 LARGEST_GRADIENT = 2.0  # its norm over all that is tuned
 ROWS = 128  # positions whose logits are held at once: few enough that they fit what the heap keeps
@@ -110,18 +111,28 @@ def tune(
     layers = range(len(source.spec.layers))
     if not stage.done(KEY):
         with torch.inference_mode(False), torch.no_grad():
-            model = Student(source, [load_layer(stage, i) for i in layers], load_head(stage), flow.device)
+            results = [load_layer(stage, i) for i in layers]
+            rate = RATES[_bits(results) <= FEW_BITS]
+            model = Student(source, results, load_head(stage), flow.device)
+            del results
             held = max(1, min(HELD_BACK, len(ids) // 8))
             used = ids[: steps + held]
             exact = (row for batch in flow.hidden for row in batch.clone())
             samples = list(zip(used, islice(exact, len(used)), strict=True))
-            figures = _train(model, samples[:-held] or samples, samples[-held:], steps, seed, progress)
+            figures = _train(model, samples[:-held] or samples, samples[-held:], steps, rate, seed, progress)
             better = figures["kl_after"] < figures["kl_before"]
             stage.save(KEY, model.found() if better else {}, figures | {"kept": better})
     found = stage.load(KEY)
     for i in layers if found else ():
         replace_layer(stage, i, _with(load_layer(stage, i), found))
     return stage.load_meta(KEY)
+
+
+def _bits(results: Sequence[LayerResult]) -> float:
+    """Bits a weight on average; codes that are no integers or trellis have 8."""
+    codes = [w for result in results for w in result.weights.values() if isinstance(w, Code)]
+    sizes = [w.shape[0] * w.shape[1] for w in codes]
+    return sum(n * getattr(w, "bits", 8) for n, w in zip(sizes, codes, strict=True)) / max(sum(sizes), 1)
 
 
 def _with(result: LayerResult, found: Mapping[str, Tensor]) -> LayerResult:
@@ -299,13 +310,14 @@ def _train(
     text: list[tuple[Tensor, Tensor]],
     held: list[tuple[Tensor, Tensor]],
     steps: int,
+    rate: float,
     seed: int,
     progress: Callable[[int, int], None],
 ) -> dict[str, Any]:
     """Adam with a cosine schedule over the samples of ``text`` (token ids, the original's hidden states); ``held``:
     those to judge by."""
     parameters = model.parameters()
-    optimizer = torch.optim.Adam(parameters, lr=RATE, betas=(0.9, 0.99), eps=1e-12)
+    optimizer = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.99), eps=1e-12)
     draw = torch.Generator().manual_seed(seed)
     order: list[int] = []
     with in_bf16(model.device):
@@ -315,7 +327,7 @@ def _train(
             order = order or torch.randperm(len(text), generator=draw).tolist()
             ids, exact = text[order.pop()]
             for group in optimizer.param_groups:
-                group["lr"] = RATE * min(1.0, (step + 1) / WARM_UP) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+                group["lr"] = rate * min(1.0, (step + 1) / WARM_UP) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
             optimizer.zero_grad()
             with torch.enable_grad():
                 hidden = model.hidden(ids)
