@@ -3,6 +3,10 @@
 #pragma once
 
 #include "ops_isa.h"
+#if defined(__ARM_FEATURE_DOTPROD)
+#include "linear/lanes.h"
+#define TK_LANES  // 4-bit codes are multiplied as they are
+#endif
 
 namespace tk {
 namespace TK_ISA {
@@ -13,6 +17,10 @@ namespace {
 constexpr int WIDE = 6, PAIRS_FROM = 9;
 #elif defined(__AVXVNNI__)
 constexpr int WIDE = 6, PAIRS_FROM = 5;
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int WIDE = 6, PAIRS_FROM = 2;
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr int WIDE = 5, PAIRS_FROM = 2;
 #elif defined(TK_NEON)
 constexpr int WIDE = 4, PAIRS_FROM = 3;
 #else
@@ -39,7 +47,7 @@ template <bool MIN>
 constexpr int32_t rest8() { return (MIN ? 0 : 128) - OFF8; }
 
 // What blocks of tokens need of a pair of tiles, made once: scales and minima as floats, and what is added to 4-bit codes so
-// that the byte is code - zero + 16.
+// that the byte is code - zero + 16; with TK_LANES the zeros, as int32.
 struct Pair {
     const uint8_t* tile[2];
     float* scales;   // [groups][2][16]
@@ -76,9 +84,14 @@ Pair pair_of(const Matrix& w, const uint8_t* a, const uint8_t* b, void* scratch)
         for (int64_t g = 0; g < w.groups(); g++, h += w.group_bytes()) {
             fstore(out.scales + g * 32 + i * 16, header_floats(h, w.dtype, 0));
             if (w.minima) fstore(out.minima + g * 32 + i * 16, header_floats(h, w.dtype, 1));
-            else if (w.bits == 4)
-                bstore(out.shift + g * 128 + i * 64,
-                       imul(isub(iset1(16), load_u8(header_zeros(h, w.dtype))), iset1(0x01010101)));
+            else if (w.bits == 4) {
+                const I zeros = load_u8(header_zeros(h, w.dtype));
+#if defined(TK_LANES)
+                bstore(out.shift + g * 128 + i * 64, zeros);
+#else
+                bstore(out.shift + g * 128 + i * 64, imul(isub(iset1(16), zeros), iset1(0x01010101)));
+#endif
+            }
         }
     }
     return out;
@@ -155,6 +168,13 @@ TK_INLINE void block(const Matrix& w, const Pair& p, const Rows& in, int64_t t0,
     for (int64_t g = 0; g < groups; g++, a += group, sums++, sa++) {
         if (first == 0) next.step();
         I d[N * M];
+        const uint8_t* shift = p.shift + g * 128 + first * 64;
+#if defined(TK_LANES)
+        const bool zeros = BITS == 4 && !MIN;
+        const I each = zeros ? bload(shift) : iset1(offset);
+        TK_EACH(t, M, d[t] = zeros || offset ? imul(each, iset1(-sums[t * in.lds])) : izero(););
+        lane_dots<M, BITS>(codes[0], group, a, lda, d);
+#else
         TK_EACH(t, M, {
             const I start = offset ? iset1(-offset * sums[t * in.lds]) : izero();
             TK_EACH(n, N, d[n * M + t] = start;);
@@ -162,7 +182,8 @@ TK_INLINE void block(const Matrix& w, const Pair& p, const Rows& in, int64_t t0,
         const int8_t* rows[(M + 2) / 3];
         TK_EACH(r, (M + 2) / 3, rows[r] = a + r * 3 * lda;);
         if constexpr (BITS == 8) block_dots8<M, N>(codes, group, rows, lda, d);
-        else block_dots4<M, N, MIN>(codes, p.shift + g * 128 + first * 64, group, rows, lda, d);
+        else block_dots4<M, N, MIN>(codes, shift, group, rows, lda, d);
+#endif
         const float *scales = p.scales + g * 32 + first * 16, *minima = p.minima + g * 32 + first * 16;
         add_scaled_sums<M, N, MIN>(d, sa, sums, in.lds, scales, minima, y);
         TK_EACH(n, N, codes[n] += bytes;);
