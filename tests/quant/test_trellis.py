@@ -141,3 +141,10 @@ def test_options_that_do_not_go_together(options: Awq, told: str, tmp_path: Path
     with pytest.raises(UsageError) as error:
         auto_awq("demo", tmp_path, options, common=Common(format="trellis"))
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_rows_that_fill_no_words_are_refused_before_anything_runs(bits: int, tiny_models: Any, tmp_path: Path) -> None:
+    model = str(tiny_models("llama", intermediate_size=184))  # in 2 and 3 bits as many words as 192 would fill
+    with pytest.raises(UsageError, match="184 input features are no multiple of 32"):
+        auto_gptq(model, tmp_path / "out", Gptq(w_bits=bits), common=Common(format="trellis"))
