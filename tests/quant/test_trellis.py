@@ -13,11 +13,15 @@ from torch import Tensor
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.streams import places, streams
 from toolkit.errors import UsageError
+from toolkit.models.spec import LinearSpec
+from toolkit.quant import artifact_size
+from toolkit.quant.grids import integers
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, search
 from toolkit.quant.methods import gptq, trellis
 from toolkit.quant.methods.awq import Grid
 from toolkit.quant.methods.rounded import Rounding, inverse_factor
 from toolkit.quant.options import Awq, Gptq, Search
+from toolkit.runners.native.packing.pack import packed_meta
 
 HOW = Rounding(shrink=0.0)
 
@@ -148,3 +152,16 @@ def test_rows_that_fill_no_words_are_refused_before_anything_runs(bits: int, tin
     model = str(tiny_models("llama", intermediate_size=184))  # in 2 and 3 bits as many words as 192 would fill
     with pytest.raises(UsageError, match="184 input features are no multiple of 32"):
         auto_gptq(model, tmp_path / "out", Gptq(w_bits=bits), common=Common(format="trellis"))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_search_by_size_counts_what_the_artifact_will_hold(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without kernels for them, 8-bit codes."""
+    monkeypatch.setattr(artifact_size, "runs_natively", lambda source: native)
+    source: Any = None
+    cost = artifact_size.cost_of(source, lambda grid, *shape: integers(grid, False, *shape))
+    linear, weight = LinearSpec("x", 512, 256), torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+    for bits in (2, 3, 4):
+        found = trellis.round_columns(weight, inverse_factor(torch.eye(512), HOW), bits, 64).part(slice(None), bits, 64)
+        held = packed_meta(found if native else found.integers()).nbytes
+        assert cost(linear, Grid(bits, 64, trellis=True)) == pytest.approx(8 * held, rel=0.08)
