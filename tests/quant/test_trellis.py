@@ -12,7 +12,10 @@ from torch import Tensor
 
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.streams import places, streams
+from toolkit.artifacts.weights import canonical_weights
+from toolkit.convert.formats import rewrite
 from toolkit.errors import UsageError
+from toolkit.models.registry import load_spec
 from toolkit.models.spec import LinearSpec
 from toolkit.quant import artifact_size
 from toolkit.quant.grids import integers
@@ -165,3 +168,20 @@ def test_a_search_by_size_counts_what_the_artifact_will_hold(native: bool, monke
         found = trellis.round_columns(weight, inverse_factor(torch.eye(512), HOW), bits, 64).part(slice(None), bits, 64)
         held = packed_meta(found if native else found.integers()).nbytes
         assert cost(linear, Grid(bits, 64, trellis=True)) == pytest.approx(8 * held, rel=0.08)
+
+
+def test_a_gguf_file_holds_them_in_eight_bits(tiny_models: Any, tmp_path: Path, harbour: str) -> None:
+    common = Common(format="trellis", calib_dataset=harbour, calib_samples=8, calib_seqlen=64, eval_tokens=64)
+    options = Gptq(w_bits=3, guide_samples=0, tune_steps=0)
+    auto_gptq(str(tiny_models("llama")), tmp_path / "out", options, common=common)
+    found = []
+    for kind, matrices in (("auto", 14), ("q8_0", 16)):  # embedding and head are rounded too where it is asked for
+        written = rewrite(str(tmp_path / "out"), tmp_path / f"{kind}.gguf", to="gguf", gguf_type=kind, quiet=True)
+        assert f"{matrices} × Q8_0" in written.notes[0]
+    for path in (tmp_path / "out", tmp_path / "auto.gguf"):
+        checkpoint = open_checkpoint(path)
+        found.append(canonical_weights(checkpoint, load_spec(checkpoint)[1]))
+    for name, weight in found[0].items():
+        other = found[1][name]
+        if not isinstance(weight, Tensor):
+            assert not isinstance(other, Tensor) and torch.equal(weight.dequantize(), other.dequantize()), name
