@@ -185,3 +185,19 @@ def test_a_gguf_file_holds_them_in_eight_bits(tiny_models: Any, tmp_path: Path, 
         other = found[1][name]
         if not isinstance(weight, Tensor):
             assert not isinstance(other, Tensor) and torch.equal(weight.dequantize(), other.dequantize()), name
+
+
+@pytest.mark.parametrize("to", ["gptq", "compressed-tensors", "auto_round"])
+def test_a_head_is_written_in_eight_bits_too(to: str, tiny_models: Any, tmp_path: Path, harbour: str) -> None:
+    common = Common(
+        format="trellis", calib_dataset=harbour, calib_samples=8, calib_seqlen=64, eval_tokens=64, quantize_lm_head=True
+    )
+    options = Gptq(w_bits=3, guide_samples=0, tune_steps=0)
+    auto_gptq(str(tiny_models("llama")), tmp_path / "out", options, common=common)
+    rewrite(str(tmp_path / "out"), tmp_path / to, to=to, quiet=True)
+    heads = []
+    for path in (tmp_path / "out", tmp_path / to):
+        checkpoint = open_checkpoint(path)
+        assert "lm_head.weight" not in checkpoint
+        heads.append(canonical_weights(checkpoint, load_spec(checkpoint)[1])["lm_head"].dequantize())
+    assert torch.equal(*heads)
