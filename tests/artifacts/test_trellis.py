@@ -102,6 +102,12 @@ def test_a_configuration_that_cannot_be(changes: dict[str, Any], told: str, tmp_
         format_of(checkpoint)
 
 
+def test_settings_of_many_modules_are_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, calls = open_checkpoint(written(tmp_path, {"a": random(16, 64, 3)})), list[Any]()
+    monkeypatch.setattr(trellis, "check_config", calls.append)
+    assert [format_of(checkpoint) for _ in range(9)] == [trellis] * 9 and len(calls) == 1
+
+
 @pytest.mark.parametrize("to", ["gptq", "gptq_v2", "compressed-tensors"])
 def test_other_formats_take_it_in_eight_bits(to: str) -> None:
     weight = random(32, 64, 4)

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.artifacts.canonical import GroupInt, Trellis
+from toolkit.errors import ToolkitError
+from toolkit.runners.native.packing import artifact
 from toolkit.runners.native.packing.pack import pack_weight, trellis_table
 from toolkit.runners.native.packing.unpack import unpack
 
@@ -82,3 +84,15 @@ def test_another_table_is_packed_in_eight_bits() -> None:
     assert (packed.meta.bits, packed.meta.trellis) == (8, 0)
     back = unpack(packed)
     assert isinstance(back, GroupInt) and torch.equal(back.dequantize(), other.dequantize())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"turned": True}, {"trellis": 2}, {"bits": 5}, {"dtype": 1}, {"origin": {}}]
+    + [{"origin": {"group_size": size}} for size in (0, 32, 96, 256, "64")],
+)  # fmt: skip
+def test_a_description_that_cannot_be_is_refused(change: dict) -> None:
+    entry = artifact._describe(pack_weight(trellis(48, 128, 3, 64)).meta)
+    assert artifact._meta("engine.json", entry).trellis
+    with pytest.raises(ToolkitError, match="unknown form"):
+        artifact._meta("engine.json", entry | change)

@@ -12,12 +12,19 @@ from torch import Tensor
 
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.streams import places, streams
+from toolkit.artifacts.weights import canonical_weights
+from toolkit.convert.formats import rewrite
 from toolkit.errors import UsageError
+from toolkit.models.registry import load_spec
+from toolkit.models.spec import LinearSpec
+from toolkit.quant import artifact_size
+from toolkit.quant.grids import integers
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, search
 from toolkit.quant.methods import gptq, trellis
 from toolkit.quant.methods.awq import Grid
 from toolkit.quant.methods.rounded import Rounding, inverse_factor
 from toolkit.quant.options import Awq, Gptq, Search
+from toolkit.runners.native.packing.pack import packed_meta
 
 HOW = Rounding(shrink=0.0)
 
@@ -141,3 +148,56 @@ def test_options_that_do_not_go_together(options: Awq, told: str, tmp_path: Path
     with pytest.raises(UsageError) as error:
         auto_awq("demo", tmp_path, options, common=Common(format="trellis"))
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_rows_that_fill_no_words_are_refused_before_anything_runs(bits: int, tiny_models: Any, tmp_path: Path) -> None:
+    model = str(tiny_models("llama", intermediate_size=184))  # in 2 and 3 bits as many words as 192 would fill
+    with pytest.raises(UsageError, match="184 input features are no multiple of 32"):
+        auto_gptq(model, tmp_path / "out", Gptq(w_bits=bits), common=Common(format="trellis"))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_search_by_size_counts_what_the_artifact_will_hold(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without kernels for them, 8-bit codes."""
+    monkeypatch.setattr(artifact_size, "runs_natively", lambda source: native)
+    source: Any = None
+    cost = artifact_size.cost_of(source, lambda grid, *shape: integers(grid, False, *shape))
+    linear, weight = LinearSpec("x", 512, 256), torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+    for bits in (2, 3, 4):
+        found = trellis.round_columns(weight, inverse_factor(torch.eye(512), HOW), bits, 64).part(slice(None), bits, 64)
+        held = packed_meta(found if native else found.integers()).nbytes
+        assert cost(linear, Grid(bits, 64, trellis=True)) == pytest.approx(8 * held, rel=0.08)
+
+
+def test_a_gguf_file_holds_them_in_eight_bits(tiny_models: Any, tmp_path: Path, harbour: str) -> None:
+    common = Common(format="trellis", calib_dataset=harbour, calib_samples=8, calib_seqlen=64, eval_tokens=64)
+    options = Gptq(w_bits=3, guide_samples=0, tune_steps=0)
+    auto_gptq(str(tiny_models("llama")), tmp_path / "out", options, common=common)
+    found = []
+    for kind, matrices in (("auto", 14), ("q8_0", 16)):  # embedding and head are rounded too where it is asked for
+        written = rewrite(str(tmp_path / "out"), tmp_path / f"{kind}.gguf", to="gguf", gguf_type=kind, quiet=True)
+        assert f"{matrices} × Q8_0" in written.notes[0]
+    for path in (tmp_path / "out", tmp_path / "auto.gguf"):
+        checkpoint = open_checkpoint(path)
+        found.append(canonical_weights(checkpoint, load_spec(checkpoint)[1]))
+    for name, weight in found[0].items():
+        other = found[1][name]
+        if not isinstance(weight, Tensor):
+            assert not isinstance(other, Tensor) and torch.equal(weight.dequantize(), other.dequantize()), name
+
+
+@pytest.mark.parametrize("to", ["gptq", "compressed-tensors", "auto_round"])
+def test_a_head_is_written_in_eight_bits_too(to: str, tiny_models: Any, tmp_path: Path, harbour: str) -> None:
+    common = Common(
+        format="trellis", calib_dataset=harbour, calib_samples=8, calib_seqlen=64, eval_tokens=64, quantize_lm_head=True
+    )
+    options = Gptq(w_bits=3, guide_samples=0, tune_steps=0)
+    auto_gptq(str(tiny_models("llama")), tmp_path / "out", options, common=common)
+    rewrite(str(tmp_path / "out"), tmp_path / to, to=to, quiet=True)
+    heads = []
+    for path in (tmp_path / "out", tmp_path / to):
+        checkpoint = open_checkpoint(path)
+        assert "lm_head.weight" not in checkpoint
+        heads.append(canonical_weights(checkpoint, load_spec(checkpoint)[1])["lm_head"].dequantize())
+    assert torch.equal(*heads)

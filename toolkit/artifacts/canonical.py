@@ -400,7 +400,7 @@ class Trellis(Cut):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.words.shape[0], self.words.shape[1] * 32 // self.bits
+        return self.words.shape[0], self.scales.shape[1] * self.group_size
 
     @property
     def cut_anywhere(self) -> bool:

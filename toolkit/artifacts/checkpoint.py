@@ -46,6 +46,7 @@ class Checkpoint:
     gguf: GgufFile | None = None
     _maps: dict[Path, Any] = field(default_factory=dict, repr=False)
     _ahead: ReadAhead | None = field(default=None, repr=False)
+    checked: dict[str, Any] | None = field(default=None, repr=False)  # the ``quantization`` that was found to be sound
 
     @property
     def quantization(self) -> dict[str, Any] | None:

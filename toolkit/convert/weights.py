@@ -126,13 +126,15 @@ def _quantized_module(
 ) -> Iterator[tuple[str, Tensor]]:
     import torch
 
-    from toolkit.artifacts.canonical import Dense
+    from toolkit.artifacts.canonical import Dense, Trellis
 
     if isinstance(value, torch.Tensor):
         yield from as_stored(item, value, bias)
         return
     if item.kind == "linear":
         value = _fitting(work, item, value, writer)
+    elif isinstance(value, Trellis):  # a head
+        value, _ = adapt(value, writer)
     quantized = not isinstance(value, Dense) and (item.kind == "linear" or writer.cannot_hold(value) is None)
     if item.kind in ("linear", "router", "head"):
         _note_layout(work, writer, item.name, layout_of(value) if quantized else None)

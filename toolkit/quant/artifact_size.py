@@ -44,7 +44,8 @@ def bits_beside(source: LayerSource, linears: Iterable[LinearSpec]) -> int:
 
 
 def cost_of(source: LayerSource, sample: Sample) -> Callable[[LinearSpec, Grid], int]:
-    """What a linear that is rounded to a grid takes there, in bits. Codes of 2, 3 and 4 bits take 4, others 8."""
+    """What a linear that is rounded to a grid takes there, in bits. Codes of 2, 3 and 4 bits take 4, others 8,
+    as trellis codes do where there are no kernels for them."""
     native = runs_natively(source)
 
     @cache
@@ -53,7 +54,7 @@ def cost_of(source: LayerSource, sample: Sample) -> Callable[[LinearSpec, Grid],
         if native:
             return 8 * _in_file(packed_meta(weight).nbytes)
         groups = rows * (columns // grid.group_size if grid.group_size > 0 else 1)
-        return rows * columns * (4 if grid.bits <= 4 else 8) + groups * (16 + ZERO_BITS)
+        return rows * columns * (4 if grid.bits <= 4 and not grid.trellis else 8) + groups * (16 + ZERO_BITS)
 
     return lambda linear, grid: cost(linear.out_features, linear.in_features, grid)
 

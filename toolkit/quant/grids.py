@@ -109,7 +109,8 @@ def integers(grid: awq.Grid, act_order: bool, rows: int, columns: int) -> Weight
     if grid.trellis:
         words = torch.zeros(1, 1, dtype=torch.int32).expand(rows, -(-columns * grid.bits // 32))
         scales = torch.ones(1, 1, dtype=torch.float16).expand(rows, groups)
-        return Trellis(words, torch.zeros(256, dtype=torch.int8), scales, grid.bits, size)
+        table = torch.empty(256, dtype=torch.int8, device="meta")  # the library's, whatever that has
+        return Trellis(words, table, scales, grid.bits, size)
     index = torch.arange(columns - 1, -1, -1, dtype=torch.int32) // size if act_order else None
     return GroupInt(
         middle.expand(rows, columns),

@@ -47,7 +47,8 @@ FORMATS: dict[str, WeightFormat] = {module.METHOD: module for module in _MODULES
 
 
 def format_of(checkpoint: Checkpoint) -> WeightFormat | None:
-    """The format of a checkpoint's quantized linears, None if it is dense. Its config is checked.
+    """The format of a checkpoint's quantized linears, None if it is dense. Its config is checked, once: it can have
+    settings for each of many thousand experts, and every module that is read asks here.
 
     Raises ToolkitError for an unknown ``quant_method``, with those known, or values the format cannot have.
     """
@@ -60,8 +61,11 @@ def format_of(checkpoint: Checkpoint) -> WeightFormat | None:
             f"{checkpoint.path / 'config.json'}: quantization_config.quant_method: expected one of "
             f"{', '.join(sorted(FORMATS))}, found {method!r:.40}"
         )
+    if checkpoint.checked is quantization:
+        return FORMATS[method]
     try:
         FORMATS[method].check_config(quantization)
     except ToolkitError as error:
         raise ToolkitError(f"{checkpoint.path}: {error}") from None
+    checkpoint.checked = quantization
     return FORMATS[method]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit import __version__
-from toolkit.artifacts.canonical import Codebook, Dense, GroupInt, Weight
+from toolkit.artifacts.canonical import Codebook, Dense, GroupInt, Trellis, Weight
 from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.formats.describe import form_name
 from toolkit.artifacts.gguf.architectures import layouts_of, row_order, turns_neighbours
@@ -148,6 +148,7 @@ def _shape(piece: Piece) -> tuple[int, ...]:
 def load_part(load: Load, item: StoredTensor, name: str, piece: Piece) -> Weight | Tensor:
     """The weight or bias that a piece is made of, as llama.cpp wants it but for ``Layout.rows``."""
     value, bias = load(item)
+    value = value.integers() if isinstance(value, Trellis) else value
     parts = [part for part in item.parts if part.name == name]
     if piece.as_stored and parts[0].rows is not None:
         rows = sorted(item.rows_of(parts[0]))

@@ -46,7 +46,7 @@ def search(
 
     Exactly one budget: ``bits`` a weight, over all linears that are quantized, with scales and zero points; or ``size``
     of the weights in the engine artifact that is made of the result, with ``format`` gguf of that file. A head that is
-    quantized too gets 8 bits, which count in ``size`` alone. Raises as ``auto_awq`` does.
+    quantized too gets 8 bits, in trellis codes 4, which count in ``size`` alone. Raises as ``auto_awq`` does.
     """
     in_gguf = common.format == gguf.FORMAT
     check_trellis(options, common)

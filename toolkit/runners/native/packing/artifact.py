@@ -175,9 +175,16 @@ def _meta(where: str, entry: Any) -> PackedMeta:
     good = 0 < meta.rows < 1 << 31 and 0 < meta.cols < 1 << 31
     good = good and meta.dtype in ITEM_BYTES and meta.kind in (VECTOR, DENSE, INT)
     if meta.kind == INT:
-        of_trellis = meta.trellis == TRELLIS and meta.bits in (2, 3, 4) and meta.dtype == F16 and not meta.minima
-        good = good and (of_trellis if meta.trellis else meta.bits in (4, 8))
         good = good and meta.group > 0 and meta.group % 16 == 0 and not meta.cols % meta.group
+        good = good and (_is_trellis(meta) if meta.trellis else meta.bits in (4, 8))
     if not good:
         raise ToolkitError(f"{where}: unknown form {entry!r:.100}; convert the model again")
     return meta
+
+
+def _is_trellis(meta: PackedMeta) -> bool:
+    """Whether a description of trellis codes can be. What they were packed from has groups of as many whole ones."""
+    known = meta.trellis == TRELLIS and meta.bits in (2, 3, 4) and meta.dtype == F16
+    size = meta.origin.get("group_size")
+    whole = type(size) is int and size > 0 and not size % meta.group and not meta.cols % size
+    return known and whole and not meta.minima and not meta.turned
