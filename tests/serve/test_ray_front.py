@@ -471,6 +471,7 @@ def test_a_replica_has_the_adapters_of_its_folder_before_the_first_request(
     adapters = SimpleNamespace(load=lambda name, path: None)
     engine = SimpleNamespace(close=lambda: None, healthy=True, adapters=adapters)
     state = SimpleNamespace(model_names=("one",), settings=SimpleNamespace(adapters=()), engine=engine, loaded=loaded)
+    state.adapter_turn = threading.Lock()
     monkeypatch.setattr(replica_module, "check", lambda *given: None)
     monkeypatch.setattr(replica_module, "Renderer", lambda: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(replica_module.AsyncEngine, "open", lambda *given, **more: engine)

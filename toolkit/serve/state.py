@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
@@ -79,7 +80,7 @@ class ServerState:
     while the model goes to sleep, wakes or gets other weights. ``to_sleep``: it will sleep once they have ended;
     ``draining``: once they have, it gets other weights; ``new_weights``: the parts of them that have come. ``closing``:
     the server is on its way down. ``loaded``: adapters that came since the start, ``unloaded``: those of the settings
-    that went."""
+    that went; ``adapter_turn``: held while one comes or goes."""
 
     engine: AsyncEngine
     template: ChatTemplate
@@ -105,6 +106,7 @@ class ServerState:
     closing: bool = False
     loaded: dict[str, Path] = field(default_factory=dict)
     unloaded: set[str] = field(default_factory=set)
+    adapter_turn: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.prompts = Prompts()
