@@ -1224,10 +1224,10 @@ def test_names_that_are_none_are_not_listed(tmp_path: Path) -> None:
     run(go)
 
 
-@pytest.mark.parametrize("url", ["http://a\u202eb:1", "http://a\nb:1", "http://a\0b:1", f"http://{'a' * 300}:1"])
-def test_addresses_that_are_none_are_refused(url: str) -> None:
+@pytest.mark.parametrize("host", ["a\u202eb", "a\nb", "a\0b", "a" * 300, "a" * 64, "a..b"])
+def test_addresses_that_are_none_are_refused(host: str) -> None:
     with pytest.raises(UsageError, match="url: expected"):
-        checked(url)
+        checked(f"http://{host}:1")
 
 
 def test_there_are_only_so_many_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
