@@ -783,6 +783,11 @@ def test_random_goes_by_speed() -> None:
     assert [round(n / 1000) for n in counts.values()] == [3, 1, 2]
 
 
+def test_random_takes_any_speed() -> None:
+    nodes = some({"speed": 1.7e308}, {"speed": 1.7e308}, {})
+    assert {strategies.at_random(nodes, None, 0.0).url for _ in range(100)} == {node.url for node in nodes}
+
+
 def test_expected_latency_is_waiting_over_speed() -> None:
     nodes = some({"speed": 4.0, "unfinished": 5}, {"speed": 1.0, "unfinished": 1}, {"unfinished": 3})
     assert strategies.min_expected_latency(nodes, None, 0.0) is nodes[0]  # 6/4, 2/1, 4/2.5
