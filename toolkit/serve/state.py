@@ -198,10 +198,14 @@ class ServerState:
         return self.settings.model_name or self.engine.model_name
 
     @property
+    def own_names(self) -> tuple[str, ...]:
+        """Those of the model itself."""
+        return self.model_name, *(entry.partition("=")[0] for entry in self.settings.alias)
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """What a request's ``model`` may be: the model by any of its names, and each of its adapters."""
-        aliases = (entry.partition("=")[0] for entry in self.settings.alias)
-        return self.model_name, *aliases, *self.adapters
+        return *self.own_names, *self.adapters
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -217,8 +221,13 @@ class ServerState:
         return self.of_adapters[model][1] if model in self.of_adapters else self.formats
 
     def adapter_of(self, model: str) -> str | None:
-        """The adapter that a request's ``model`` names, None for the model itself."""
-        return model if model in self.adapters else None
+        """The adapter that a request's ``model`` names, None for the model itself. Raises ApiError for one that was
+        unloaded while the request waited: the model itself would give another answer."""
+        if model in self.adapters:
+            return model
+        if model not in self.own_names:
+            raise not_served(model, self.model_names)
+        return None
 
     def abort(self, request_id: str | None = None, label: int | str | None = None, *, everything: bool = False) -> int:
         """End the choices of a request, of a client's session, or ``everything``, as far as they belong to the one who
