@@ -479,7 +479,7 @@ def test_what_lies_in_a_directory(tmp_path: Path) -> None:
     (tmp_path / "dir" / "three.gguf").write_bytes(b"x" * 7)
     (tmp_path / "dir" / "mmproj-three.gguf").write_bytes(b"x")  # what it sees with is no model
     (tmp_path / "dir" / "notes").mkdir()
-    for name, base in (("tales", "owner/two"), ("verse", str(two)), ("lost", "owner/other")):
+    for name, base in (("tales", "owner/two"), ("verse", str(two)), ("lost", "owner/other"), ("odd", "x" * 5000)):
         (tmp_path / "dir" / name).mkdir()
         (tmp_path / "dir" / name / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     found = listed([str(one)], tmp_path / "dir", ["gpt-4", "mini=two"])
