@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -1233,6 +1233,19 @@ def test_names_that_are_none_are_not_listed(tmp_path: Path) -> None:
 def test_addresses_that_are_none_are_refused(host: str) -> None:
     with pytest.raises(UsageError, match="url: expected"):
         checked(f"http://{host}:1")
+
+
+def test_names_may_be_listed_while_nodes_come() -> None:
+    """As /api/tags lists them, in a thread of its own."""
+    found = Nodes()
+
+    class Names(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            found.add(f"http://127.0.0.1:{len(list(found)) + 1}")
+            return super().__iter__()
+
+    found.add("http://127.0.0.1:1").models = Names(["a"])
+    assert found.models() == ["a"] and len(list(found)) == 2
 
 
 def test_there_are_only_so_many_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

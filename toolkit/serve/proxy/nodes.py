@@ -182,8 +182,8 @@ class Nodes:
         return [n for n in found if n.down is None] or sorted(found, key=lambda n: n.failures)
 
     def models(self) -> list[str]:
-        """What can be asked for, each name once."""
-        return list(dict.fromkeys(name for node in self._nodes.values() if not node.loops for name in node.models))
+        """What can be asked for, each name once. Any thread may ask."""
+        return list(dict.fromkeys(name for node in self if not node.loops for name in node.models))
 
     def proxies(self) -> list[str]:
         """Ids of the proxies that requests may come to from here."""
