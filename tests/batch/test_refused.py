@@ -21,7 +21,9 @@ from toolkit.batch.vectors import check_target, collect
 from toolkit.engine.process.outage import Outage
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.http.limits import Limits
+from toolkit.serve.openai.batches.lines import Asked
 from toolkit.serve.openai.batches.results import answered, failed
+from toolkit.serve.openai.batches.urls import RESPONSES
 
 refused = refusing(UsageError)
 
@@ -37,6 +39,13 @@ refused = refusing(UsageError)
 )
 def test_what_lines_have_no_use_for(given: dict[str, Any], told: str) -> None:
     assert refused(lambda: Filler(Filling(**given))).startswith(told)
+
+
+@pytest.mark.parametrize("text", ["x", 5, ["x"]])
+def test_a_line_that_is_wrong_is_left_to_its_answer(text: Any) -> None:
+    """A schema for all lines goes into it as well: it must not end the others."""
+    asked = Asked("a", RESPONSES, {"input": "x", "text": text})
+    assert Filler(Filling(json_schema="{}")).body(asked, "m") == {"input": "x", "text": text, "model": "m"}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,9 @@ from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.native import library
 from toolkit.serve import run
-from toolkit.serve.adapter_routes import Watch
+from toolkit.serve.adapter_routes import Watch, unload
+from toolkit.serve.adapter_routes import load as load_adapter
+from toolkit.serve.http.errors import ApiError
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.state import ServerState
 
@@ -56,6 +58,7 @@ class State:
         self.engine = engine
         self.settings = SimpleNamespace(adapters=())
         self.loaded: dict[str, Path] = {}
+        self.adapter_turn = threading.Lock()
         self.unloaded: set[str] = set()
 
     @property
@@ -296,6 +299,36 @@ def test_one_that_cannot_go_while_the_engine_is_down_is_still_there() -> None:
     down.clear()
     names.unload("a")
     assert names.names == ()
+
+
+def test_one_that_is_unloaded_as_soon_as_it_is_there_is_gone(tmp_path: Path) -> None:
+    """Else the server would have a name that the engine has not, and that could neither be loaded nor unloaded."""
+    names, threads = AdapterNames(lambda *asked: True, [], "model"), []
+
+    def load(name: str, path: Path) -> None:
+        names.load(name, path)
+        threads.append(thread := threading.Thread(target=unload, args=(state, name)))
+        thread.start()
+        thread.join(0.1)
+
+    engine = SimpleNamespace(adapters=SimpleNamespace(load=load, unload=names.unload))
+    state = cast(ServerState, State(cast(AsyncEngine, engine)))
+    load_adapter(state, "a", tmp_path)
+    threads[0].join()
+    assert state.adapters == names.names == ()
+
+
+def test_a_request_whose_adapter_goes_while_it_waits_is_not_the_model_s_own() -> None:
+    state = ServerState.__new__(ServerState)
+    state.engine = cast(AsyncEngine, SimpleNamespace(model_name="model"))
+    state.settings = ServerSettings(alias=["other=model"], adapters=("b",))
+    state.loaded, state.unloaded = {"a": Path("a")}, set()
+    assert [state.adapter_of(name) for name in ("a", "b", "model", "other")] == ["a", "b", None, None]
+    del state.loaded["a"]
+    state.unloaded.add("b")
+    for name in ("a", "b"):
+        with pytest.raises(ApiError, match=f"'{name}' is not served here; this server has 'model', 'other'"):
+            state.adapter_of(name)
 
 
 def test_a_watched_folder_is_looked_at_again_when_the_engine_is_back(tmp_path: Path) -> None:

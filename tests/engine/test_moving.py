@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from toolkit.engine.cache.kept.moving import Moving
 from toolkit.engine.cache.kept.peer import Peer
 from toolkit.engine.cache.kept.port import split
 from toolkit.engine.core import EngineCore
+from toolkit.engine.process.peers import Peers
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import EngineRole, MigrationBackend
@@ -509,6 +512,27 @@ def test_what_a_killed_engine_leaves_goes_with_the_next_start(memory: Path) -> N
     first.close()
     second.close()
     assert not list(memory.iterdir())
+
+
+def test_a_source_that_could_not_be_dropped_is_dropped_when_it_is_asked_again() -> None:
+    down, called = True, []
+
+    def call(name: str, arguments: list[Any]) -> Future[None]:
+        if name == "drop_source" and down:
+            raise ToolkitError("the engine is down")
+        called.append(name)
+        (done := Future[None]()).set_result(None)
+        return done
+
+    facts = SimpleNamespace(in_common={"model": "x"})
+    peers = Peers(TurbomindEngineConfig(role="Decode"), SimpleNamespace(call=call), lambda: facts)  # type: ignore
+    peers.connect("0" * 32, "", False, {"model": "x"})
+    with pytest.raises(ToolkitError, match="the engine is down"):
+        peers.drop("0" * 32)
+    down = False
+    peers.drop("0" * 32)
+    peers.drop("0" * 32)
+    assert called == ["use_source", "drop_source"]
 
 
 def test_engines_without_a_way_to_each_other_say_so(fake: Any) -> None:

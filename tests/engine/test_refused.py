@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -353,9 +354,9 @@ def test_a_port_that_is_taken() -> None:
     address = "192.0.2.1:0"  # a machine of documents'
     told = refused(lambda: Port("--kv-port", address, b"", b"", None, None), ToolkitError)  # type: ignore[arg-type]
     assert told == f"--kv-port: expected an address of this machine, found {address}"
-    address = "nosuch.invalid:1"
-    told = refused(lambda: Port("--kv-port", address, b"", b"", None, None), ToolkitError)  # type: ignore[arg-type]
-    assert told.startswith(f"--kv-port: expected an address of this machine, found {address} (")
+    for address in ("nosuch.invalid:1", "a..b:1"):
+        told = refused(partial(Port, "--kv-port", address, b"", b"", None, None), ToolkitError)  # type: ignore[arg-type]
+        assert told.startswith(f"--kv-port: expected an address of this machine, found {address} (")
 
 
 def test_a_token_that_memory_does_not_hold() -> None:

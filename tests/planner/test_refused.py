@@ -36,6 +36,12 @@ def test_lengths(text: str, told: str) -> None:
         ("a.txt", "", "trace: expected a .jsonl or .csv file, found {path}"),
         ("a.jsonl", "\n", "trace: {path}: expected a line a request, found none"),
         ("a.csv", "\xff", "trace: {path}: cannot be read ("),
+        ("a.jsonl", '{"time": 1%s}' % ("0" * 400), "trace: {path}, line 1: time: expected a number, found 1000"),
+        (
+            "a.jsonl",
+            '{"time": 0, "input_len": 1e300, "output_len": 1}',
+            "trace: {path}, line 1: input_len: expected fewer than 1,000,000,000 tokens, found 1e+300",
+        ),
     ],
 )
 def test_a_trace(tmp_path: Path, name: str, text: str, told: str) -> None:

@@ -35,6 +35,15 @@ def fake(support: Any) -> Any:
     return support("fake_runner")
 
 
+@pytest.mark.parametrize("time", [StepTime(0.0, (), (0.0,), context=1e-6), StepTime(0.0, (), (0.0,), pairs=1e-6)])
+@pytest.mark.parametrize("paced", [False, True])
+def test_steps_may_take_no_time(time: StepTime, paced: bool) -> None:
+    """As with what a few measured runs are nearest to: then all of it may be laid to what some steps have not."""
+    limits = Limits(paced=paced)
+    assert len(fleet.closed(20, 256, 128, 4, time, limits).done) == 20
+    assert len(simulate([Ask(0.0, 256, 128)] * 3, time, limits, 2).served) == 3
+
+
 def run(asks: list[Ask], time: StepTime, limits: Limits, replicas: int = 1) -> list[tuple[float, float]]:
     found = simulate(asks, time, limits, replicas)
     return sorted((one.ttft, one.e2e) for one in found.served)

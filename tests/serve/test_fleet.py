@@ -351,6 +351,27 @@ def test_an_unused_model_is_ended_in_time(tmp_path: Path) -> None:
     run(go)
 
 
+def test_one_that_is_used_while_another_loads_is_not_ended_behind_it(tmp_path: Path) -> None:
+    now, go_on = [0.0], threading.Event()
+    found, log = fleet(tmp_path, "a", "b", slow="load b", go_on=go_on, idle_timeout=0.2, clock=lambda: now[0])
+
+    async def go() -> None:
+        watching = asyncio.create_task(found.watch())
+        await use(found, "a")
+        loading = asyncio.create_task(use(found, "b"))
+        await until(lambda: "load b" in log)
+        now[0] = 1.0
+        await passes(0.5)  # now it waits to end a model that was not used for long
+        await use(found, "a")
+        go_on.set()
+        await loading
+        await passes(0.5)
+        watching.cancel()
+        assert log == ["load a", "load b"]
+
+    run(go)
+
+
 def test_a_model_that_cannot_be_loaded_is_a_503_and_is_tried_again(tmp_path: Path) -> None:
     found, log = fleet(tmp_path, "a", fail="a")
 
@@ -458,7 +479,7 @@ def test_what_lies_in_a_directory(tmp_path: Path) -> None:
     (tmp_path / "dir" / "three.gguf").write_bytes(b"x" * 7)
     (tmp_path / "dir" / "mmproj-three.gguf").write_bytes(b"x")  # what it sees with is no model
     (tmp_path / "dir" / "notes").mkdir()
-    for name, base in (("tales", "owner/two"), ("verse", str(two)), ("lost", "owner/other")):
+    for name, base in (("tales", "owner/two"), ("verse", str(two)), ("lost", "owner/other"), ("odd", "x" * 5000)):
         (tmp_path / "dir" / name).mkdir()
         (tmp_path / "dir" / name / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     found = listed([str(one)], tmp_path / "dir", ["gpt-4", "mini=two"])

@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -783,6 +783,11 @@ def test_random_goes_by_speed() -> None:
     assert [round(n / 1000) for n in counts.values()] == [3, 1, 2]
 
 
+def test_random_takes_any_speed() -> None:
+    nodes = some({"speed": 1.7e308}, {"speed": 1.7e308}, {})
+    assert {strategies.at_random(nodes, None, 0.0).url for _ in range(100)} == {node.url for node in nodes}
+
+
 def test_expected_latency_is_waiting_over_speed() -> None:
     nodes = some({"speed": 4.0, "unfinished": 5}, {"speed": 1.0, "unfinished": 1}, {"unfinished": 3})
     assert strategies.min_expected_latency(nodes, None, 0.0) is nodes[0]  # 6/4, 2/1, 4/2.5
@@ -1224,10 +1229,23 @@ def test_names_that_are_none_are_not_listed(tmp_path: Path) -> None:
     run(go)
 
 
-@pytest.mark.parametrize("url", ["http://a\u202eb:1", "http://a\nb:1", "http://a\0b:1", f"http://{'a' * 300}:1"])
-def test_addresses_that_are_none_are_refused(url: str) -> None:
+@pytest.mark.parametrize("host", ["a\u202eb", "a\nb", "a\0b", "a" * 300, "a" * 64, "a..b"])
+def test_addresses_that_are_none_are_refused(host: str) -> None:
     with pytest.raises(UsageError, match="url: expected"):
-        checked(url)
+        checked(f"http://{host}:1")
+
+
+def test_names_may_be_listed_while_nodes_come() -> None:
+    """As /api/tags lists them, in a thread of its own."""
+    found = Nodes()
+
+    class Names(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            found.add(f"http://127.0.0.1:{len(list(found)) + 1}")
+            return super().__iter__()
+
+    found.add("http://127.0.0.1:1").models = Names(["a"])
+    assert found.models() == ["a"] and len(list(found)) == 2
 
 
 def test_there_are_only_so_many_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

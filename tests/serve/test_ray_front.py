@@ -33,7 +33,7 @@ from toolkit.serve.proxy.strategies import Sent, uneven
 from toolkit.serve.ray import replica as replica_module
 from toolkit.serve.ray import run as run_module
 from toolkit.serve.ray.asked import Asked
-from toolkit.serve.ray.front import Busy, Gone, create_app
+from toolkit.serve.ray.front import Busy, Fleet, Gone, create_app
 from toolkit.serve.ray.metrics import merged
 from toolkit.serve.ray.options import RaySettings
 from toolkit.serve.ray.plan import Model, Plan
@@ -142,6 +142,19 @@ def test_requests_that_name_an_adapter_at_once_share_one_look_at_the_names() -> 
             assert [one.status_code for one in found] == [503] * 4  # b may have it
 
     run(go())
+
+
+def test_names_may_be_listed_while_a_look_finds_more() -> None:
+    """As /api/tags lists them, in a thread of its own."""
+
+    class Models(dict[str, Any]):
+        def __contains__(self, name: object) -> bool:
+            fleet._names["more"] = "a"
+            return super().__contains__(name)
+
+    fleet = Fleet({"a": None}, 1, 1)  # type: ignore[dict-item]  # nobody asks it
+    fleet._names, fleet.models = {"tune": "a"}, Models(fleet.models)
+    assert fleet.names == ["a", "tune"]
 
 
 def test_users_have_turns_at_the_places_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,6 +484,7 @@ def test_a_replica_has_the_adapters_of_its_folder_before_the_first_request(
     adapters = SimpleNamespace(load=lambda name, path: None)
     engine = SimpleNamespace(close=lambda: None, healthy=True, adapters=adapters)
     state = SimpleNamespace(model_names=("one",), settings=SimpleNamespace(adapters=()), engine=engine, loaded=loaded)
+    state.adapter_turn = threading.Lock()
     monkeypatch.setattr(replica_module, "check", lambda *given: None)
     monkeypatch.setattr(replica_module, "Renderer", lambda: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(replica_module.AsyncEngine, "open", lambda *given, **more: engine)

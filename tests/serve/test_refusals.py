@@ -122,7 +122,7 @@ def test_a_file_of_too_many_keys(tmp_path: Path) -> None:
 
 
 def test_names_and_folders_of_adapters(tmp_path: Path) -> None:
-    state: Any = SimpleNamespace(model_names={"m"})
+    state: Any = SimpleNamespace(model_names={"m"}, adapter_turn=threading.Lock())
     told = "lora_name: 'm' is taken; unload that one first, or choose another name"
     assert refused(lambda: load(state, "m", tmp_path)) == told
     for name in ("no", "n" * 300):

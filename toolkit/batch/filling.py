@@ -64,9 +64,10 @@ class Filler:
         body.setdefault("model", model)
         if self._schema is not None:
             if asked.url == RESPONSES:
-                text = dict(body.get("text") or {})
+                text = body.get("text") or {}
                 form = {"type": "json_schema", "name": "answer", "schema": self._schema}
-                body["text"] = {"format": form, **{k: v for k, v in text.items() if v is not None}}
+                if isinstance(text, dict):  # else the answer to the line says what is wrong with it
+                    body["text"] = {"format": form, **{k: v for k, v in text.items() if v is not None}}
             elif "response_format" in known and not any(body.get(name) for name in _FORMS):
                 body["response_format"] = _chat_form(self._schema)
         return body

@@ -143,7 +143,7 @@ class Engine:
         self.waiting.append(job)
         if self.keeps_features:
             job.at_start = self._sum()
-            if self.stretch is not None:
+            if self.stretch is not None and self.end > self.stretch.start:  # else, of steps that take no time, none is
                 passed = (now - self.stretch.start) / (self.end - self.stretch.start)
                 job.at_start = job.at_start + passed * self._contents(self.stretch)
         if self.stretch is None:
@@ -380,5 +380,7 @@ def _steps_until(stretch: Stretch, now: float) -> int:
     """Steps of a stretch that have begun by ``now``, 1 or more."""
     passed = max(0.0, now - stretch.start)
     a, b = stretch.growth / 2, stretch.first - stretch.growth / 2
+    if a <= 0 and b <= 0:  # they take no time
+        return stretch.count
     done = passed / b if a <= 0 else (math.sqrt(b * b + 4 * a * passed) - b) / (2 * a)
     return max(1, math.floor(done + 1e-9) + 1)

@@ -269,7 +269,7 @@ class Fleet:
         self.groups[g].note(i)
         self._push(g, i)
         around, stretch, before = self._around, engine.stretch, self._wants[g, i]
-        told = 0.0 if stretch is None else around.token * len(stretch.decodes) / stretch.first
+        told = around.token * len(stretch.decodes) / stretch.first if stretch is not None and stretch.first else 0.0
         self._wants[g, i] = 0.0 if stretch is None else around.threads + told
         self._computing += (stretch is not None) - (before > 0)
         if around.cores is None:

@@ -24,6 +24,7 @@ COLUMNS = {
     "output": ("output_len", "completion_tokens", "output_length", "GeneratedTokens"),
 }
 MILLISECONDS, MOMENT = "timestamp", "TIMESTAMP"  # Mooncake's; Azure's, a date and a time of day
+MOST = 10**9  # tokens: no model has as many, and each step of such a request would be simulated
 Z99 = 2.326347874  # of the normal distribution, below which 99 % lie
 
 
@@ -80,6 +81,8 @@ def read_trace(path: Path, cached: int) -> list[Ask]:
             if size is None or size < 1:
                 told = "nothing" if size is None else size
                 raise UsageError(f"{where}: {COLUMNS[name][0]}: expected 1 token or more, found {told}")
+            if size >= MOST:
+                raise UsageError(f"{where}: {COLUMNS[name][0]}: expected fewer than {MOST:,} tokens, found {size:g}")
         if not time >= 0:
             raise UsageError(f"{where}: {COLUMNS['arrival'][0]}: expected seconds from 0 up, found {time:g}")
         size_in, size_out = (int(size or 0) for size in sizes)
@@ -141,7 +144,7 @@ def _value(where: str, row: dict[str, Any], name: str, kind: Callable[[float], A
 def _number(where: str, key: str, value: Any) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last of an integer of hundreds of digits
         number = math.nan
     if not math.isfinite(number):
         raise UsageError(f"{where}: {key}: expected a number, found {value!r:.40}")

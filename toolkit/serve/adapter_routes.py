@@ -100,22 +100,24 @@ def load(state: ServerState, name: str, path: Path) -> None:
     """Have requests use the adapter in a folder by ``name``. Raises UsageError, ToolkitError."""
     if not good_name(name):
         raise UsageError(f"lora_name: expected up to {MOST_NAME} visible characters, found {shown(name)}")
-    if name in state.model_names:
-        raise UsageError(f"lora_name: {name!r} is taken; unload that one first, or choose another name")
-    if not os.path.isdir(path):  # which a name that is too long does not fail
-        raise UsageError(f"lora_path: {path}: no such directory")
-    state.engine.adapters.load(name, path)
-    if name in state.settings.adapters:
-        state.unloaded.discard(name)
-    else:
-        state.loaded[name] = path
+    with state.adapter_turn:  # else one that unloads it at once leaves a name that is here and not in the engine
+        if name in state.model_names:
+            raise UsageError(f"lora_name: {name!r} is taken; unload that one first, or choose another name")
+        if not os.path.isdir(path):  # which a name that is too long does not fail
+            raise UsageError(f"lora_path: {path}: no such directory")
+        state.engine.adapters.load(name, path)
+        if name in state.settings.adapters:
+            state.unloaded.discard(name)
+        else:
+            state.loaded[name] = path
 
 
 def unload(state: ServerState, name: str) -> None:
     """Take no more requests for it. Raises UsageError, ToolkitError."""
-    state.engine.adapters.unload(name)
-    if state.loaded.pop(name, None) is None:
-        state.unloaded.add(name)
+    with state.adapter_turn:
+        state.engine.adapters.unload(name)
+        if state.loaded.pop(name, None) is None:
+            state.unloaded.add(name)
 
 
 class Watch:

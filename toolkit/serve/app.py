@@ -126,7 +126,7 @@ def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
     base = {"parent": state.model_name}
 
     def card_of(name: str) -> dict[str, Any]:
-        return card(name, started, max_model_len=state.engine.session_len, **(base if state.adapter_of(name) else {}))
+        return card(name, started, max_model_len=state.engine.session_len, **({} if name in state.own_names else base))
 
     @app.get("/v1/models", **answered("Names that requests may use", ModelList))
     async def models() -> dict[str, Any]:

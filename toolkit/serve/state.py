@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
@@ -79,7 +80,7 @@ class ServerState:
     while the model goes to sleep, wakes or gets other weights. ``to_sleep``: it will sleep once they have ended;
     ``draining``: once they have, it gets other weights; ``new_weights``: the parts of them that have come. ``closing``:
     the server is on its way down. ``loaded``: adapters that came since the start, ``unloaded``: those of the settings
-    that went."""
+    that went; ``adapter_turn``: held while one comes or goes."""
 
     engine: AsyncEngine
     template: ChatTemplate
@@ -105,6 +106,7 @@ class ServerState:
     closing: bool = False
     loaded: dict[str, Path] = field(default_factory=dict)
     unloaded: set[str] = field(default_factory=set)
+    adapter_turn: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.prompts = Prompts()
@@ -196,10 +198,14 @@ class ServerState:
         return self.settings.model_name or self.engine.model_name
 
     @property
+    def own_names(self) -> tuple[str, ...]:
+        """Those of the model itself."""
+        return self.model_name, *(entry.partition("=")[0] for entry in self.settings.alias)
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """What a request's ``model`` may be: the model by any of its names, and each of its adapters."""
-        aliases = (entry.partition("=")[0] for entry in self.settings.alias)
-        return self.model_name, *aliases, *self.adapters
+        return *self.own_names, *self.adapters
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -215,8 +221,13 @@ class ServerState:
         return self.of_adapters[model][1] if model in self.of_adapters else self.formats
 
     def adapter_of(self, model: str) -> str | None:
-        """The adapter that a request's ``model`` names, None for the model itself."""
-        return model if model in self.adapters else None
+        """The adapter that a request's ``model`` names, None for the model itself. Raises ApiError for one that was
+        unloaded while the request waited: the model itself would give another answer."""
+        if model in self.adapters:
+            return model
+        if model not in self.own_names:
+            raise not_served(model, self.model_names)
+        return None
 
     def abort(self, request_id: str | None = None, label: int | str | None = None, *, everything: bool = False) -> int:
         """End the choices of a request, of a client's session, or ``everything``, as far as they belong to the one who

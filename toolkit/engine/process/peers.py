@@ -73,8 +73,8 @@ class Peers:
         """Take nothing from that engine any more. Unknown ids are ignored. Raises ToolkitError where this engine is
         down, or too long in a step."""
         if engine_id in self._sources:
-            del self._sources[engine_id]
             self._tell("drop_source", engine_id)
+            self._sources.pop(engine_id, None)  # not before: who is told that it is not done asks again
 
     def _tell(self, what: str, *arguments: Any) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,4 +99,5 @@ def _base_of(config: Path) -> str:
         base = str(read_json_object(config).get("base_model_name_or_path") or "")
     except ToolkitError:
         return ""
-    return str(Path(base).resolve()) if Path(base).is_dir() else base.rpartition("/")[2]
+    there = os.path.isdir(base)  # which a name that is too long does not fail
+    return str(Path(base).resolve()) if there else base.rpartition("/")[2]

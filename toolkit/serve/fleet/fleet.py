@@ -172,12 +172,17 @@ class Fleet:
         while True:
             await asyncio.sleep(min(TICK_S, self._idle_timeout / 2 or TICK_S))
             for model in self.models:
-                idle = self._clock() - model.used
-                if self._idle_timeout and model.server is not None and not model.users and idle > self._idle_timeout:
+                if self._unused(model):
                     async with self._turn:
-                        if not model.users:
+                        if self._unused(model):  # others may have come and gone while it was waited for
+                            idle = self._clock() - model.used
                             logger.info("%s: unloaded, unused for %.0f s", model.listed.name, idle)
                             await self._end(model)
+
+    def _unused(self, model: Model) -> bool:
+        """For so long that its process is to end."""
+        idle = self._clock() - model.used
+        return 0 < self._idle_timeout < idle and model.server is not None and not model.users
 
     async def close(self) -> None:
         """End all processes."""

@@ -182,8 +182,8 @@ class Nodes:
         return [n for n in found if n.down is None] or sorted(found, key=lambda n: n.failures)
 
     def models(self) -> list[str]:
-        """What can be asked for, each name once."""
-        return list(dict.fromkeys(name for node in self._nodes.values() if not node.loops for name in node.models))
+        """What can be asked for, each name once. Any thread may ask."""
+        return list(dict.fromkeys(name for node in self if not node.loops for name in node.models))
 
     def proxies(self) -> list[str]:
         """Ids of the proxies that requests may come to from here."""
@@ -211,6 +211,7 @@ def checked(url: str, option: str = "url") -> str:
         fair = url.isprintable() and len(url) <= MOST_URL
         good = fair and parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
         good = good and httpx.URL(url.strip()).host == parts.hostname  # it refuses hosts that urlsplit takes
+        (parts.hostname or "").encode("idna")  # the system's own refuses a name with two dots in a row
     except (ValueError, httpx.InvalidURL):
         good = False
     if not good or parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:

@@ -15,6 +15,7 @@ from toolkit.serve.proxy.nodes import Node
 PIECE = 512  # bytes of a prompt that are known as one
 MOST_PIECES = 512  # of one prompt
 KNOWN_PIECES = 1 << 17  # of all prompts, the ones used last
+FASTEST = 1e300  # a node that says more counts as so fast: the sum of all is to be a number
 UNEVEN = 2  # times as many requests as the least busy node has, and so many more, are too many for a cached prefix
 PROMPT_FIELDS = ("system", "instructions", "tools", "messages", "prompt", "input", "query")
 
@@ -23,9 +24,9 @@ Strategy = Callable[[Sequence[Node], Any, float], Node]  # (nodes that serve the
 
 def _speeds(nodes: Sequence[Node]) -> list[float]:
     """Stated speeds; nodes without one count as the average."""
-    known = [node.speed for node in nodes if node.speed is not None]
+    known = [min(node.speed, FASTEST) for node in nodes if node.speed is not None]
     average = sum(known) / len(known) if known else 1.0
-    return [average if node.speed is None else node.speed for node in nodes]
+    return [average if node.speed is None else min(node.speed, FASTEST) for node in nodes]
 
 
 def at_random(nodes: Sequence[Node], body: Any, now: float) -> Node:

@@ -79,7 +79,8 @@ class Fleet:
 
     @property
     def names(self) -> list[str]:
-        return [*self.models, *(name for name in self._names if name not in self.models)]
+        """Any thread may ask."""
+        return [*self.models, *(name for name in list(self._names) if name not in self.models)]
 
     async def find(self, name: str | None) -> tuple[str, Replicas]:
         """(the model's own name, its replicas); the first model where no name is given."""

@@ -34,10 +34,9 @@ class Port:
         try:
             family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._sock = socket.socket(family, kind, proto)
-        except OSError as error:
-            raise ToolkitError(
-                f"{flag}: expected an address of this machine, found {address} ({error.strerror})"
-            ) from error
+        except (OSError, UnicodeError) as error:  # the latter of a name with two dots in a row
+            told = getattr(error, "strerror", None) or error
+            raise ToolkitError(f"{flag}: expected an address of this machine, found {address} ({told})") from error
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._sock.bind(where)
