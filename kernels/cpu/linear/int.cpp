@@ -9,7 +9,7 @@
 //            4 bits up to 17 tokens; from there on linear/split.h has them.
 //   pairs    many tokens: two tiles by up to 6 tokens, integer and float sums both in registers; codes are split again for
 //            each block of tokens, which costs nothing beside the products. What comes next is fetched meanwhile. Where
-//            the processor's units for products split codes, too, linear/ready.h splits them once.
+//            the processor's units for products split codes, too, linear/ready.h splits them once. ARM's i8mm has linear/mmla.h.
 // The unsigned operand of the dot product is the weight (code, or code - zero + 16), the signed one the activation.
 #include <type_traits>
 
@@ -19,6 +19,10 @@
 #endif
 #if defined(TK_SHORT_SUMS)
 #include "linear/split.h"
+#endif
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define TK_MMLA
+#include "linear/mmla.h"
 #endif
 
 namespace tk {
@@ -230,6 +234,8 @@ int64_t linear_int_scratch(const Matrix& w) {
 #elif defined(__AVX512F__)
     const int64_t ready = in_ready(w, READY_FROM) ? Ready::bytes(w) : 0;
     return ready > pair ? ready : pair;
+#elif defined(TK_MMLA)
+    return pair > Mmla::bytes(w) ? pair : Mmla::bytes(w);
 #else
     return pair;
 #endif
@@ -241,6 +247,9 @@ void linear_int(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int6
 #endif
 #if defined(__AVX512F__)
     if (in_ready(w, count)) return linear_ready(w, in, count, t0, t1, to, scratch);
+#endif
+#if defined(TK_MMLA)
+    if (in_mmla(w, count)) return linear_mmla(w, nullptr, in, count, t0, t1, to, scratch);
 #endif
     if (in_short(w, count)) return linear_short(w, in, t0, t1, to);
     if (in_pairs(w, count)) return linear_pairs(w, in, count, t0, t1, to, scratch);
@@ -256,6 +265,9 @@ void gated_int(const Matrix& gate, const Matrix& up, const Rows& in, int64_t cou
 #endif
 #if defined(__AVX512F__)
     if (same && in_ready(gate, count)) return gated_ready(gate, up, in, count, t0, t1, to, scratch);
+#endif
+#if defined(TK_MMLA)
+    if (same && in_mmla(gate, count)) return linear_mmla(gate, &up, in, count, t0, t1, to, scratch);
 #endif
     if (same && in_pairs(gate, count)) return gated_pairs(gate, up, in, count, t0, t1, to, scratch);
     if (same && count <= TWO) return side_by_side([&](auto n) { gated_narrow<n / 2>(gate, up, in, count, t0, t1, to); });

@@ -17,8 +17,6 @@ namespace {
 constexpr int WIDE = 6, PAIRS_FROM = 9;
 #elif defined(__AVXVNNI__)
 constexpr int WIDE = 6, PAIRS_FROM = 5;
-#elif defined(__ARM_FEATURE_MATMUL_INT8)
-constexpr int WIDE = 6, PAIRS_FROM = 2;
 #elif defined(__ARM_FEATURE_DOTPROD)
 constexpr int WIDE = 5, PAIRS_FROM = 2;
 #elif defined(TK_NEON)
