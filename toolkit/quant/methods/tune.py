@@ -33,8 +33,8 @@ from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.plan import layer_width
 from toolkit.quant.text.calibration import CalibrationPlan
 
-FEW_BITS = 3.5  # up to so many bits a weight steps are larger, and tuning brings something behind gradients too
-RATES = 1e-3, 3e-3  # of Adam, on scales and norms relative to what they were: with more bits, and with few
+FEW_BITS = 3.5  # up to so many bits a weight tuning brings something behind gradients too
+RATES = 1e-3, 3e-3  # of Adam, on scales and norms relative to what they were; the second with 2 bits
 WARM_UP = 5  # steps
 LARGEST_GRADIENT = 2.0  # its norm over all that is tuned
 ROWS = 128  # positions whose logits are held at once: few enough that they fit what the heap keeps
@@ -112,7 +112,7 @@ def tune(
     if not stage.done(KEY):
         with torch.inference_mode(False), torch.no_grad():
             results = [load_layer(stage, i) for i in layers]
-            rate = RATES[_bits(results) <= FEW_BITS]
+            rate = RATES[_bits(results) < 2.5]
             model = Student(source, results, load_head(stage), flow.device)
             del results
             held = max(1, min(HELD_BACK, len(ids) // 8))
