@@ -10,9 +10,9 @@ from toolkit.errors import UsageError
 @dataclass(frozen=True)
 class Preset:
     """``calib_samples``: None for as many as ``calibration.make_plan`` takes by itself. ``guide_samples``: of them,
-    whose gradients guide the rounding. ``tune_steps``: of ``tune.tune`` where memory allows it and nothing guides;
-    ``tune_steps_8bit``: the same after ``smooth_quant``. ``iters``: of auto-round a block. ``eval_tokens``: of the
-    held-out text. ``rounding``: what ``auto_awq`` rounds by. ``sweeps``: behind GPTQ's rounding."""
+    whose gradients guide the rounding. ``tune_steps``: of ``tune.tune`` where memory allows it, and bits are few or
+    nothing guides; ``tune_steps_8bit``: the same after ``smooth_quant``. ``iters``: of auto-round a block.
+    ``eval_tokens``: of the held-out text. ``rounding``: what ``auto_awq`` rounds by. ``sweeps``: behind GPTQ's."""
 
     calib_samples: int | None
     guide_samples: int
@@ -31,7 +31,7 @@ PRESETS = {
         None, 32, tune_steps=64, tune_steps_8bit=0, iters=200, eval_tokens=MEASURED, rounding="gptq", sweeps=0
     ),
     "best": Preset(
-        128, 128, tune_steps=192, tune_steps_8bit=64, iters=1000, eval_tokens=MEASURED, rounding="gptq", sweeps=2
+        128, 128, tune_steps=300, tune_steps_8bit=64, iters=1000, eval_tokens=MEASURED, rounding="gptq", sweeps=2
     ),
 }
 

@@ -133,13 +133,14 @@ void gated_trellis(const Ops& ops, const Matrix& gate, const Matrix& up, const R
 #if defined(__AVX512F__)
     if (count <= FEW_ROWS && same_shape(gate, up) && has_vbmi()) return gated_few(gate, up, in, count, t0, t1, to);
 #endif
+    const int64_t each = room_bytes(gate) > room_bytes(up) ? room_bytes(gate) : room_bytes(up);
     uint8_t* room = aligned(scratch);
-    Expanded a(gate, room), b(up, room + room_bytes(gate));
+    Expanded a(gate, room), b(up, room + each);
     for (int64_t tile = t0; tile < t1; tile += TILES) {
         const int64_t n = t1 - tile < TILES ? t1 - tile : TILES;
         a.tiles(gate, tile, n);
         b.tiles(up, tile, n);
-        ops.gated(a.w, b.w, in, count, 0, n, store_at(to, tile, tile == t0), room + 2 * room_bytes(gate));
+        ops.gated(a.w, b.w, in, count, 0, n, store_at(to, tile, tile == t0), room + 2 * each);
     }
 }
 
