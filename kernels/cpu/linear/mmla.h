@@ -9,10 +9,10 @@ namespace tk {
 namespace TK_ISA {
 namespace {
 
-constexpr int64_t MMLA_FROM = 8;                       // tokens that are worth the layout
-constexpr int64_t MMLA_PANEL = 96, MMLA_BLOCK = 4;     // tokens that are laid out, and that are in registers, at a time
+constexpr int64_t MMLA_FROM = 8;                    // tokens that are worth the layout
+constexpr int64_t MMLA_PANEL = 96, MMLA_BLOCK = 4;  // tokens that are laid out, and that are in registers, at a time
 constexpr int64_t MMLA_PAIRS = MMLA_PANEL / 2;
-constexpr int64_t MMLA_COLS = 512;                     // columns of a tile that are laid out at a time: in the first-level cache
+constexpr int64_t MMLA_COLS = 512;                  // columns of a tile that are laid out at a time: in the first-level cache
 
 bool in_mmla(const Matrix& w, int64_t count) { return count >= MMLA_FROM && w.group % 8 == 0; }
 
@@ -21,7 +21,7 @@ int64_t mmla_groups(const Matrix& w) { return w.group < MMLA_COLS ? MMLA_COLS / 
 struct Mmla {
     int8_t* x;             // [pairs][columns / 8][2 tokens][8]
     float *scale, *share;  // [pairs][groups][4]: of two tokens, twice; and times their sums, for minima
-    int32_t* sum;          // [pairs][groups][4]: less than nothing
+    int32_t* sum;          // [pairs][groups][4]: negative
     uint8_t* codes;        // [columns / 8][8 pairs of rows][2 rows][8]
     float *rows, *minima;  // [groups][8 pairs of rows][4]: scales of two rows, each twice; minima
     int32_t* zeros;        // the same of zeros
@@ -81,8 +81,8 @@ struct Mmla {
             for (int64_t k = 0; k < w.group; k += 8, from += 16 * w.bits)
                 for (int q = 0; q < 4; q++, to += 32) {
                     const uint8x16_t both = vld1q_u8(from + 16 * q);
-                    const bool four = w.bits == 4;
-                    const uint8x16_t low = four ? vandq_u8(both, vdupq_n_u8(15)) : both, high = four ? vshrq_n_u8(both, 4) : vld1q_u8(from + 64 + 16 * q);
+                    const uint8x16_t low = w.bits == 4 ? vandq_u8(both, vdupq_n_u8(15)) : both;
+                    const uint8x16_t high = w.bits == 4 ? vshrq_n_u8(both, 4) : vld1q_u8(from + 64 + 16 * q);
                     const uint32x4_t a = vreinterpretq_u32_u8(low), b = vreinterpretq_u32_u8(high);
                     vst1q_u8(to, vreinterpretq_u8_u32(vzip1q_u32(a, b)));
                     vst1q_u8(to + 16, vreinterpretq_u8_u32(vzip2q_u32(a, b)));

@@ -68,17 +68,17 @@ TK_INLINE void look_up(const Changes& c, const __m256i* places, __m256i* out) {
 }
 
 template <int BITS>
-void expand_group_bytes(const uint8_t* codes, const uint8_t* before, int64_t columns, uint8_t* out) {
+void expand_group_bytes(const uint8_t* codes, const uint8_t* bytes_before, int64_t columns, uint8_t* out) {
     static const Windows w(BITS);
     static const Changes c(BITS);
-    const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)before));
+    const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)bytes_before));
     __m256i old[2] = {_mm256_shuffle_epi8(bytes, load_whole(w.spread[0])), _mm256_shuffle_epi8(bytes, load_whole(w.spread[1]))};
     for (int64_t k = 0; k < columns; k += 8, codes += 16 * BITS, out += 128) {
         __m256i places[4], values[4];
         TK_EACH(h, 2, {
             const __m256i now = load_rows<BITS>(codes + 8 * BITS * h);
-            const __m256i first = _mm256_or_si256(_mm256_shuffle_epi8(now, load_whole(w.codes)), _mm256_shuffle_epi8(old[h], load_whole(w.last)));
-            places[h] = cut_windows(w, 0, first);
+            const __m256i before = _mm256_shuffle_epi8(old[h], load_whole(w.last));
+            places[h] = cut_windows(w, 0, _mm256_or_si256(_mm256_shuffle_epi8(now, load_whole(w.codes)), before));
             places[2 + h] = cut_windows(w, 1, now);
             old[h] = now;
         });

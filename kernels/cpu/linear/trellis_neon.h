@@ -46,7 +46,8 @@ void expand_group_bytes(const uint8_t* codes, const uint8_t* before, int64_t col
         TK_EACH(q, 4, {
             constexpr int64_t UPPER = BITS == 4 ? 16 : BITS == 3 ? 8 : 0;  // bytes from a pair of fours to where its second is loaded
             const uint8x16_t now = vld1q_u8(codes + 8 * BITS * (q / 2) + UPPER * (q % 2));
-            const uint8x16_t first = vorrq_u8(vqtbl1q_u8(now, vld1q_u8(w.codes + 16 * (q % 2))), vqtbl1q_u8(old[q], vld1q_u8(w.last + 16 * (q % 2))));
+            const uint8x16_t codes_now = vqtbl1q_u8(now, vld1q_u8(w.codes + 16 * (q % 2)));
+            const uint8x16_t first = vorrq_u8(codes_now, vqtbl1q_u8(old[q], vld1q_u8(w.last + 16 * (q % 2))));
             vst1q_u8(out + 16 * q, look_up(values, cut_windows(w, 0, q % 2, first)));
             vst1q_u8(out + 64 + 16 * q, look_up(values, cut_windows(w, 1, q % 2, now)));
             old[q] = now;

@@ -1,5 +1,5 @@
-// Single operations of our library, a number of times: LIBRARY ISA TIMES linear BITS GROUP TRELLIS ROWS, or … attention KV_TYPE ROWS TOKENS
-// DIM, where ROWS are queries of one KV head (which writes its keys first, each time). Values are arbitrary.
+// Single operations of our library, a number of times: LIBRARY ISA TIMES linear BITS GROUP TRELLIS ROWS, or LIBRARY ISA TIMES attention KV_TYPE
+// ROWS TOKENS DIM, where ROWS are queries of one KV head, whose keys are written first each time. Values are arbitrary.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -37,8 +37,10 @@ int main(int count, char** argument) {
     const auto number = [&](int i) { return atol(argument[i]); };
     const long times = number(3);
     if (std::string(argument[4]) == "linear") {
-        const auto quantize = symbol<int(const char*, const float*, const int32_t*, int64_t, int64_t, int8_t*, float*, int32_t*)>(library, "tk_op_quantize");
-        const auto linear = symbol<int(const char*, const tk::Matrix*, const tk::Rows*, int64_t, int64_t, int64_t, const tk::Store*)>(library, "tk_op_linear");
+        using Quantize = int(const char*, const float*, const int32_t*, int64_t, int64_t, int8_t*, float*, int32_t*);
+        using Linear = int(const char*, const tk::Matrix*, const tk::Rows*, int64_t, int64_t, int64_t, const tk::Store*);
+        const auto quantize = symbol<Quantize>(library, "tk_op_quantize");
+        const auto linear = symbol<Linear>(library, "tk_op_linear");
         tk::Matrix w;
         w.format = tk::INT;
         w.dtype = tk::F16;
@@ -58,7 +60,8 @@ int main(int count, char** argument) {
         to.out = out.data(), to.ld = WIDTH;
         for (long i = 0; i < times; i++) {
             for (int64_t r = 0; r < rows; r++)
-                quantize(isa, x.data() + r * WIDTH, nullptr, w.group, groups, q.data() + r * WIDTH, scale.data() + r * groups, sum.data() + r * groups);
+                quantize(isa, x.data() + r * WIDTH, nullptr, w.group, groups, q.data() + r * WIDTH, scale.data() + r * groups,
+                         sum.data() + r * groups);
             if (linear(isa, &w, &in, rows, 0, w.tiles(), &to)) return 1;
         }
     } else {
@@ -70,8 +73,8 @@ int main(int count, char** argument) {
         std::vector<float> out(queries.size());
         const std::vector<int64_t> from(size_t(rows), 0), to(size_t(rows), tokens);
         for (long i = 0; i < times; i++)
-            if (attention(isa, int32_t(number(5)), 1, dim, tokens, keys.data(), keys.data(), rows, queries.data(), from.data(), to.data(), 0.125f, 0,
-                          nullptr, out.data()))
+            if (attention(isa, int32_t(number(5)), 1, dim, tokens, keys.data(), keys.data(), rows, queries.data(), from.data(), to.data(),
+                          0.125f, 0, nullptr, out.data()))
                 return 1;
     }
 }
