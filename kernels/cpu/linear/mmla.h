@@ -10,8 +10,9 @@ namespace TK_ISA {
 namespace {
 
 constexpr int64_t MMLA_FROM = 8;                    // tokens that are worth the layout
-constexpr int64_t MMLA_PANEL = 96, MMLA_BLOCK = 4;  // tokens that are laid out, and that are in registers, at a time
-constexpr int64_t MMLA_PAIRS = MMLA_PANEL / 2;
+constexpr int64_t MMLA_PANEL = 96;                  // tokens that are laid out at a time
+constexpr int64_t MMLA_PAIRS = MMLA_PANEL / 2;      // of tokens; in registers are
+constexpr int64_t MMLA_BLOCK = 2;
 constexpr int64_t MMLA_COLS = 512;                  // columns of a tile that are laid out at a time: in the first-level cache
 
 bool in_mmla(const Matrix& w, int64_t count) { return count >= MMLA_FROM && w.group % 8 == 0; }
@@ -154,14 +155,15 @@ MmlaBlock mmla_for(const Matrix& w) {
     return w.minima ? mmla_block<PAIRS, 8, true> : mmla_block<PAIRS, 8, false>;
 }
 
-// A panel of `n` tokens by one tile, sums in p.y.
-void mmla_tile(const Matrix& w, Mmla& p, const uint8_t* data, int64_t n, int which, TilesAhead& next) {
-    const int64_t most = mmla_groups(w), groups = w.groups(), pairs = (n + 1) / 2;
+// A panel of `n` tokens by one tile, sums in p.y; the tile behind it is fetched meanwhile.
+void mmla_tile(const Matrix& w, Mmla& p, const uint8_t* data, int64_t n, int which) {
+    const int64_t most = mmla_groups(w), groups = w.groups(), pairs = (n + 1) / 2, bytes = w.tile_bytes();
+    TilesAhead next(data + bytes, bytes, (groups + most - 1) / most * ((pairs + MMLA_BLOCK - 1) / MMLA_BLOCK));
     for (int64_t g0 = 0; g0 < groups; g0 += most) {
         const int64_t g1 = g0 + most < groups ? g0 + most : groups;
         p.tile(w, data, g0, g1);
         for (int64_t i = 0, m; i < pairs; i += m) {
-            m = block_at(i, pairs, MMLA_BLOCK / 2);
+            m = block_at(i, pairs, MMLA_BLOCK);
             next.step();
             (m == 2 ? mmla_for<2> : mmla_for<1>)(w)(w, p, i, g0, g1, p.y + (which * MMLA_PAIRS + i) * 32);
         }
@@ -171,18 +173,13 @@ void mmla_tile(const Matrix& w, Mmla& p, const uint8_t* data, int64_t n, int whi
 // `up` null: a linear alone.
 void linear_mmla(const Matrix& w, const Matrix* up, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
     Mmla p(w, scratch);
-    const int64_t bytes = w.tile_bytes(), panels = (count + MMLA_PANEL - 1) / MMLA_PANEL;
-    const int64_t steps = (w.groups() + mmla_groups(w) - 1) / mmla_groups(w) * ((MMLA_PANEL + MMLA_BLOCK - 1) / MMLA_BLOCK);
-    LaterAhead later(to, (t1 - t0) * panels);
+    LaterAhead later(to, (t1 - t0) * ((count + MMLA_PANEL - 1) / MMLA_PANEL));
     for (int64_t t = 0, n; t < count; t += n) {
         n = block_at(t, count, MMLA_PANEL);
         p.tokens(w, in, t, n);
         for (int64_t tile = t0; tile < t1; tile++) {
-            for (int which = 0; which < (up ? 2 : 1); which++) {
-                const uint8_t* data = (which ? up : &w)->data + tile * bytes;
-                TilesAhead next(data + bytes, bytes, steps);
-                mmla_tile(w, p, data, n, which, next);
-            }
+            mmla_tile(w, p, w.data + tile * w.tile_bytes(), n, 0);
+            if (up) mmla_tile(w, p, up->data + tile * w.tile_bytes(), n, 1);
             later.step(1);
             for (int64_t i = 0; i < n; i++) {
                 if (up) store_gated(to, t + i, tile, p.of(i, 0), p.of(i, 1));
