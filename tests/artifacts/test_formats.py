@@ -375,7 +375,7 @@ def test_each_missing_or_malformed_piece_is_named(tmp_path: Path, form: str, nam
 def test_scales_of_activations_are_not_passed_over(tmp_path: Path, name: str) -> None:
     """AutoAWQ writes them for MLPs without a gate; what stands before the second matrix is to be divided by them."""
     checkpoint = checkpoint_of(tmp_path, {**awq_tensors(), name: torch.full((N_IN,), 2.0)}, AWQ)
-    with pytest.raises(ToolkitError, match=re.escape(f"tensor {name}: found what an activation is to be divided by")):
+    with pytest.raises(ToolkitError, match=re.escape(f"tensor {name}: found what activations are to be scaled by")):
         validate_checkpoint(checkpoint, [LINEAR])
 
 

@@ -50,13 +50,13 @@ def group_int(
     )
 
 
-def checkpoint_of(path: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]) -> Checkpoint:
+def checkpoint_of(path: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any] | None) -> Checkpoint:
     save_file({k: v.contiguous() for k, v in tensors.items()}, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     return open_checkpoint(path)
 
 
-def read_back(path: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]) -> Weight:
+def read_back(path: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any] | None) -> Weight:
     checkpoint = checkpoint_of(path, tensors, quantization)
     validate_checkpoint(checkpoint, [LINEAR])
     weight, _ = load_stored(checkpoint, LINEAR)
@@ -619,5 +619,126 @@ def test_nan_is_refused_by_name(make: Any) -> None:
 
 def test_every_format_is_registered() -> None:
     assert set(FORMATS) == {
-        "awq", "gptq", "auto-round", "compressed-tensors", "smooth_quant", "fp8", "mxfp4", "trellis", "gguf",
+        "awq", "gptq", "auto-round", "compressed-tensors", "smooth_quant", "fp8", "mxfp4", "modelopt", "trellis",
+        "gguf",
     }  # fmt: skip
+
+
+# -- Model Optimizer
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def modelopt_linear(kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The tensors of one linear as Model Optimizer 0.47 writes them (a real model's were looked at), and what they
+    mean, number by number."""
+    g = torch.Generator().manual_seed(3)
+    tensors: dict[str, torch.Tensor] = {"input_scale": torch.tensor(0.01)}
+    means = torch.empty(N_OUT, N_IN)
+    if kind == "NVFP4":
+        packed = torch.randint(0, 256, (N_OUT, N_IN // 2), generator=g).to(torch.uint8)
+        scales = (torch.rand(N_OUT, N_IN // 16, generator=g) * 300 + 1).to(torch.float8_e4m3fn)
+        tensors |= {"weight": packed, "weight_scale": scales, "weight_scale_2": torch.tensor(3.7e-5)}
+        for row, column in np.ndindex(N_OUT, N_IN):
+            code = int(packed[row, column // 2]) >> 4 * (column % 2) & 15
+            value = -E2M1[code - 8] if code > 7 else E2M1[code]
+            means[row, column] = value * float(scales[row, column // 16]) * 3.7e-5
+        return tensors, means
+    if kind == "W8A16":
+        weight = torch.randint(-128, 128, (N_OUT, N_IN), generator=g).to(torch.int8)
+    else:
+        weight = (torch.randn(N_OUT, N_IN, generator=g) * 60).to(torch.float8_e4m3fn)
+    tensors["weight"] = weight
+    if kind == "MXFP8":
+        scales = torch.randint(100, 130, (N_OUT, N_IN // 32), generator=g).to(torch.uint8)
+        tensors["weight_scale"] = scales
+        return tensors, weight.float() * torch.exp2(scales.float() - 127).repeat_interleave(32, 1)
+    shape = {"FP8": (), "FP8_PB_WO": (1, 1, 1, 1)}.get(kind, (N_OUT,))
+    tensors["weight_scale"] = torch.rand(shape, generator=g) + 0.01
+    return tensors, weight.float() * tensors["weight_scale"].reshape(-1, 1)
+
+
+MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "fp8_pb_wo", "MXFP8", "NVFP4", "W4A16_NVFP4", "W8A16")
+
+
+@pytest.mark.parametrize("told", ["config", "mixed", "beside"])
+@pytest.mark.parametrize("algorithm", MODELOPT)
+def test_modelopt(algorithm: str, told: str, tmp_path: Path) -> None:
+    """``told``: where the algorithm is: in config.json, for each layer, or in hf_quant_config.json alone."""
+    tensors, means = modelopt_linear(algorithm.upper().removeprefix("W4A16_"))
+    layer = {"quant_algo": algorithm} | ({"group_size": 16} if "NVFP4" in algorithm else {})
+    stated: dict[str, Any] = {
+        "config": {"quant_method": "modelopt", "ignore": ["lm_head"], **layer},
+        "mixed": {
+            "quant_method": "modelopt_mixed",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {NAME: layer, "model.layers.1": {"quant_algo": "FP8"}},
+        },
+        "beside": None,
+    }[told]
+    if told == "beside":
+        side = {"quantization": {**layer, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(side))
+    found = read_back(tmp_path, {f"{NAME}.{name}": tensor for name, tensor in tensors.items()}, stated)
+    assert found.shape == (N_OUT, N_IN)
+    assert torch.allclose(found.dequantize(), means, rtol=3e-7, atol=0)
+    wanted = {"FP8": Fp8, "FP8_PER_CHANNEL_PER_TOKEN": Fp8, "W8A16": GroupInt, "NVFP4": Fp4, "W4A16_NVFP4": Fp4}
+    assert type(found) is wanted.get(algorithm, BlockFp8)
+
+
+@pytest.mark.parametrize(
+    "stated, told",
+    [
+        ({"quant_algo": "W4A16_AWQ"}, "quant_algo: expected one of FP8, .*found 'W4A16_AWQ'"),
+        ({}, "quant_algo: expected one of .*found None"),
+        ({"quant_algo": "NVFP4", "group_size": 32}, "group_size: expected 16, found 32"),
+        ({"quant_algo": "MIXED_PRECISION"}, "quantized_layers: expected an object of layers, found None"),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {NAME: 3}},
+            "up_proj: expected an object with quant_algo",
+        ),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"lm_head": {"quant_algo": "FP8"}}},
+            "up_proj: quantized, but quantization_config.quantized_layers has no entry",
+        ),
+        ({"quant_algo": "MXFP8"}, "weight_scale: expected shape"),
+    ],
+)
+def test_modelopt_refuses(stated: dict[str, Any], told: str, tmp_path: Path) -> None:
+    tensors, _ = modelopt_linear("FP8")
+    named = {f"{NAME}.{name}": tensor for name, tensor in tensors.items()}
+    with pytest.raises(ToolkitError, match=told):
+        read_back(tmp_path, named, {"quant_method": "modelopt", **stated})
+
+
+def test_modelopt_scaled_inputs_and_dense_weights(tmp_path: Path) -> None:
+    tensors, _ = modelopt_linear("FP8")
+    named = {f"{NAME}.{name}": tensor for name, tensor in tensors.items()}
+    with pytest.raises(ToolkitError, match="pre_quant_scale: found what activations are to be scaled by"):
+        scaled = {**named, f"{NAME}.pre_quant_scale": torch.ones(N_IN)}
+        read_back(tmp_path, scaled, {"quant_method": "modelopt", "quant_algo": "FP8"})
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null}}')  # the cache alone
+    dense = read_back(tmp_path, {f"{NAME}.weight": torch.ones(N_OUT, N_IN)}, None)
+    assert isinstance(dense, Dense)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": 3}')
+    with pytest.raises(ToolkitError, match=r"hf_quant_config\.json: quantization: expected an object, found 3"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("spelled, known", [("fbgemm_fp8", "fp8"), ("FBGEMM_FP8", "fp8"), ("modelopt_fp4", "modelopt")])
+def test_other_names_of_formats(spelled: str, known: str, tmp_path: Path) -> None:
+    """FBGEMM's linears, as Llama 3.1 405B has them: a scale a row, and a bound of activations."""
+    tensors, means = modelopt_linear("FP8_PER_CHANNEL_PER_TOKEN" if known == "fp8" else "NVFP4")
+    if known == "fp8":
+        del tensors["input_scale"]
+        tensors |= {"weight_scale": tensors["weight_scale"][:, None], "input_scale_ub": torch.tensor([1200.0])}
+    stated = {"quant_method": spelled, "quant_algo": "NVFP4", "activation_scale_ub": 1200.0}
+    found = read_back(tmp_path, {f"{NAME}.{name}": tensor for name, tensor in tensors.items()}, stated)
+    assert torch.allclose(found.dequantize(), means, rtol=3e-7, atol=0)
+    assert open_checkpoint(tmp_path).model_format == known
+
+
+def test_intels_name_of_auto_round(tmp_path: Path) -> None:
+    weight = group_int(5)
+    stated = auto_round.config({NAME: layout_of(weight)}) | {"quant_method": "intel/auto-round"}
+    assert same(read_back(tmp_path, auto_round.write_linear(NAME, weight), stated), weight)

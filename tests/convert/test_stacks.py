@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from toolkit.artifacts.canonical import Fp4
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights, load_part, validate_checkpoint
 from toolkit.convert.formats import rewrite
+from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
 from toolkit.quant.lite import auto_awq, mxfp4
 from toolkit.quant.options import Awq, Common
@@ -164,3 +167,60 @@ def test_quantized_models_stay_near_what_they_were(family, method, tiny_models, 
         driver = support("steps").Driver(open_runner(path, backend="pytorch", options=options)[0])
         logits.append(driver.step({driver.add(): ids}, "all").logits)
     assert np.linalg.norm(logits[1] - logits[0]) < 0.6 * np.linalg.norm(logits[0])
+
+
+def _turned(source, target):
+    """A copy of a checkpoint of which all stacks of experts stand the other way round, as Qwen3-VL's are released."""
+    shutil.copytree(source, target)
+    tensors = _tensors(source)
+    swapped = {n: t.transpose(1, 2).contiguous() for n, t in tensors.items() if ".experts." in n and t.dim() == 3}
+    assert swapped
+    save_file(tensors | swapped, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def test_stacks_are_read_as_they_stand(tiny_models, tmp_path):
+    """transformers 5 writes them straight, also square ones, which do not tell by themselves."""
+    source = tiny_models("qwen3_vl_moe")
+    down = _tensors(source)["model.language_model.layers.0.mlp.experts.down_proj"]
+    assert down.shape[1] == down.shape[2]
+    _same(_canonical(_turned(source, tmp_path / "turned")), _canonical(source))
+
+
+@pytest.mark.parametrize("block", [[16, 32], [48, 32], None], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_float8_stacks(turned, block, tiny_models, tmp_path):
+    """``X`` and ``X_scale_inv``, beside linears that are dense. ``block``: of 48 rows the last tile of an expert is not
+    full; None: one scale an expert, or one for gate and one for up."""
+    source, made = tiny_models("qwen3_vl_moe"), tmp_path / "fp8"
+    shutil.copytree(source, made)
+    config = json.loads((source / "config.json").read_text())
+    stated = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
+    (made / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    tensors, dense = _tensors(source), _tensors(source)
+    for name in [n for n, t in tensors.items() if ".experts." in n and t.dim() == 3]:
+        stack = tensors[name].float()
+        count, rows, columns = stack.shape
+        halves = 2 if "gate_up" in name else 1
+        high, wide = block or (rows // halves, columns)
+        tiles = torch.zeros(count, -(-rows // high), -(-columns // wide))
+        codes = torch.zeros_like(stack)
+        for e, i, j in itertools.product(*map(range, tiles.shape)):
+            at = e, slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide)
+            tiles[e, i, j] = stack[at].abs().max() / 448
+            codes[at] = (stack[at] / tiles[e, i, j]).to(torch.float8_e4m3fn).float()
+            dense[name][at] = codes[at] * tiles[e, i, j]
+        order = (0, 2, 1) if turned else (0, 1, 2)
+        tensors[name] = codes.permute(order).to(torch.float8_e4m3fn).contiguous()
+        tensors[f"{name}_scale_inv"] = (tiles.permute(order) if block else tiles).contiguous()
+    save_file(tensors, made / "model.safetensors", {"format": "pt"})
+    shutil.copytree(source, tmp_path / "dense")
+    save_file(dense, tmp_path / "dense" / "model.safetensors", {"format": "pt"})
+    _same(_canonical(made), _canonical(tmp_path / "dense"))
+    if turned and block:  # a tensor of the other order is said to be wrong
+        wrong = {
+            n: t.transpose(1, 2).contiguous() if n.endswith("gate_up_proj_scale_inv") else t for n, t in tensors.items()
+        }
+        save_file(wrong, made / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ToolkitError, match="gate_up_proj_scale_inv: expected shape"):
+            _canonical(made)

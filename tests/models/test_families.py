@@ -194,7 +194,13 @@ def test_released_models_have_the_tensors_of_transformers(name):
     """All of them, in equal shapes; but a head that copies the embedding, and what a model read as text sees with."""
     config = _config_of(name)
     theirs, copies = _of_transformers(config)
-    fake = SimpleNamespace(path=Path(name), config=config, generation_config={}, names=lambda: list(theirs))
+    fake = SimpleNamespace(
+        path=Path(name),
+        config=config,
+        generation_config={},
+        names=lambda: list(theirs),
+        info=lambda tensor: SimpleNamespace(shape=theirs[tensor]),
+    )
     spec, stored = load_spec(fake)
     ours = _expected(stored)
     assert ours.items() <= theirs.items()

@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 
 HEADLESS_MARK = "embed_tokens.weight"
 _ID = re.compile(r"[0-9]{1,9}")
+_SIDE = "hf_quant_config.json"
+# What others call a format of ours; FBGEMM's float8 has one scale a row, and bounds that are not needed.
+_OTHER_NAMES = {
+    "fbgemm_fp8": "fp8",
+    "intel/auto-round": "auto-round",
+    "modelopt_fp4": "modelopt",
+    "modelopt_mixed": "modelopt",
+}
 _FORMAT_NAMES = {None: "hf", "smooth_quant": "w8a8"}  # quant_method → model_format, where they are spelled differently
 
 
@@ -179,6 +187,9 @@ def read_config(path: Path) -> dict[str, Any]:
     config_path = path / "config.json"
     config = _with_quantization(read_json_object(config_path))
     quantization = config.get("quantization_config")
+    if quantization is None and (path / _SIDE).is_file():
+        config = _with_quantization(config | _beside(path / _SIDE))
+        quantization = config.get("quantization_config")
     if quantization is not None and not isinstance(quantization, dict):
         raise ToolkitError(f"{config_path}: quantization_config: expected an object, found {quantization!r:.60}")
     if quantization is not None and not isinstance(quantization.get("quant_method"), str):
@@ -199,9 +210,27 @@ def _with_quantization(config: dict[str, Any]) -> dict[str, Any]:
             continue
         found = next((part[name] for name in names if part.get(name) is not None), None)
         if found is not None:
+            found = _by_our_name(found)
             rest = {key: value for key, value in part.items() if key not in names}
             return (rest if not holder else {**config, holder: rest}) | {"quantization_config": found}
     return config
+
+
+def _by_our_name(quantization: Any) -> Any:
+    """``quantization_config`` with a ``quant_method`` that is another name of a format by the format's own."""
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    ours = _OTHER_NAMES.get(method.lower()) if isinstance(method, str) else None
+    return quantization if ours is None else {**quantization, "quant_method": ours}
+
+
+def _beside(file: Path) -> dict[str, Any]:
+    """What older releases of Model Optimizer wrote into a file of its own, as config.json has it since."""
+    found = read_json_object(file).get("quantization")
+    if not isinstance(found, dict):
+        raise ToolkitError(f"{file}: quantization: expected an object, found {found!r:.60}")
+    if found.get("quant_algo") is None:  # all weights are dense
+        return {}
+    return {"quantization_config": {**found, "quant_method": "modelopt"}}
 
 
 def _with_token_ids(path: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -104,7 +104,8 @@ def _checkpoint_facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 def _quantization(quantization: dict[str, Any] | None) -> str:
     if quantization is None:
         return "none"
-    details = {key: quantization[key] for key in ("bits", "group_size", "quant_dtype") if key in quantization}
+    told = ("quant_algo", "bits", "group_size", "quant_dtype")
+    details = {key: quantization[key] for key in told if key in quantization}
     text = ", ".join(f"{key} {value}" for key, value in details.items())
     return f"{quantization['quant_method']}" + (f": {text}" if text else "")
 

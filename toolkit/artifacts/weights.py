@@ -7,12 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.checkpoint import Checkpoint
-from toolkit.artifacts.formats import WeightFormat, format_of
+from toolkit.artifacts.formats import STACK_FORMATS, WeightFormat, format_of
 from toolkit.artifacts.formats.gguf_types import BLOCK_TYPES
-from toolkit.artifacts.formats.layout import FLOATS, STACKED, Expected, dense
+from toolkit.artifacts.formats.layout import FLOATS, Expected, dense
 from toolkit.errors import ToolkitError
 from toolkit.models.mtp import FURTHER
 from toolkit.models.registry import find_family, part_alone
@@ -28,7 +28,8 @@ _COUNTED = re.compile(r"\.[0-9]{1,9}(?=\.)")
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 _STRAY = ("inv_freq", "masked_bias")  # what old releases of transformers saved beside the weights
 _MATRICES = ("linear", "router", "embed", "head")
-_SCALED = ".act.scales"  # how AutoAWQ calls what the activation of a plain MLP is divided by
+# How names end of what activations are divided by (AutoAWQ, in a plain MLP) or multiplied by (Model Optimizer).
+_SCALED = (".act.scales", ".pre_quant_scale")
 CACHE_SCALES = (".k_scale", ".v_scale")  # how names of a float8 KV cache's scales end
 
 
@@ -140,13 +141,13 @@ def _check_tied(checkpoint: Checkpoint, stored: list[StoredTensor]) -> None:
 
 
 def _check_activations(checkpoint: Checkpoint) -> None:
-    """Where an MLP has no gate (Falcon, StarCoder2, MPT) AutoAWQ has what stands before its second matrix divided;
-    without that it is another model."""
+    """Where an MLP has no gate (Falcon, StarCoder2, MPT) AutoAWQ has what stands before its second matrix divided, and
+    Model Optimizer's AWQ scales inputs that no norm is before; without that it is another model."""
     name = next((name for name in checkpoint.names() if name.endswith(_SCALED)), None)
     if name is not None:
         raise ToolkitError(
-            f"{checkpoint.where(name)}: tensor {name}: found what an activation is to be divided by, which is not "
-            "computed here; give the unquantized model, which tool lite auto_awq quantizes without"
+            f"{checkpoint.where(name)}: tensor {name}: found what activations are to be scaled by as the model runs, "
+            "which is not computed here; give the unquantized model, which tool lite auto_awq quantizes without"
         )
 
 
@@ -177,14 +178,20 @@ def _expected(checkpoint: Checkpoint, form: WeightFormat | None, item: StoredTen
     bias = [Expected(item.bias_name, item.bias_shape, FLOATS)] if item.bias else []
     if form is not None and _is_quantized(checkpoint, form, item):
         try:
-            return form.expected(checkpoint.quantization or {}, item.name, item.straight) + bias
+            return _tensors_of(checkpoint.quantization or {}, form, item) + bias
         except ToolkitError as error:
             raise ToolkitError(f"{checkpoint.path}: {error}") from None
     return [dense(item.weight_name, item.disk_shape), *bias]
 
 
+def _tensors_of(quantization: dict[str, Any], form: WeightFormat, item: StoredTensor) -> list[Expected]:
+    if not item.stacked:
+        return form.expected(quantization, item.name, item.straight)
+    return STACK_FORMATS[form.METHOD].expected_stack(quantization, item.name, item.straight, item.transposed)
+
+
 def _is_quantized(checkpoint: Checkpoint, form: WeightFormat, item: StoredTensor) -> bool:
-    stacks = not item.stacked or form.METHOD in STACKED
+    stacks = not item.stacked or form.METHOD in STACK_FORMATS
     return item.kind in _MATRICES and stacks and form.is_quantized(checkpoint, item.name)
 
 
@@ -221,7 +228,11 @@ def load_stored(checkpoint: Checkpoint, item: StoredTensor) -> tuple[Weight | Te
     form = format_of(checkpoint)
     weight: Weight
     if form is not None and _is_quantized(checkpoint, form, item):
-        weight = form.read_linear(checkpoint, item.name, item.straight)
+        weight = (
+            STACK_FORMATS[form.METHOD].read_stack(checkpoint, item.name, item.straight, item.transposed)
+            if item.stacked
+            else form.read_linear(checkpoint, item.name, item.straight)
+        )
         return weight, _bias(checkpoint, item)
     found = checkpoint.tensor(item.weight_name)
     if len(item.matrix) == 1:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OURS = ("engine", "hf", "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "w8a8", "fp8", "mxfp4", "trellis",
-        "gguf")  # fmt: skip
+OURS = ("engine", "hf", "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "modelopt", "w8a8", "fp8",
+        "mxfp4", "trellis", "gguf")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Target:
 _PEER = {"run.sh": "run.sh", "compose.yaml": "peer-compose.yaml"}
 _COMPOSE = "docker compose -f {out}/compose.yaml up -d"
 # What vLLM, SGLang and LMDeploy load is what their registries of quantization methods name; llama.cpp loads GGUF.
-_VLLM = ("hf", "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "fp8", "mxfp4")
+_VLLM = ("hf", "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "modelopt", "fp8", "mxfp4")
 
 TARGETS: dict[str, Target] = {
     "docker": Target(OURS, {"Dockerfile": "Dockerfile", "run.sh": "docker-run.sh"}, "bash {out}/run.sh"),
@@ -53,7 +53,7 @@ TARGETS: dict[str, Target] = {
                  "--max-model-len", "{length}", "--max-num-seqs", "{batch}"),
     ),
     "sglang": Target(
-        ("hf", "awq", "gptq", "auto_round", "compressed-tensors", "fp8", "mxfp4"), _PEER, "bash {out}/run.sh",
+        tuple(name for name in _VLLM if name != "gptq_v2"), _PEER, "bash {out}/run.sh",
         image="lmsysorg/sglang:latest", program="python3", package="sglang",
         key="SGLANG_API_KEY", key_option="--api-key",
         command=("python3", "-m", "sglang.launch_server", "--model-path", "{model}", "--served-model-name", "{name}",

@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.models.decoder import Built
 from toolkit.models.family import Family
-from toolkit.models.registry import LANGUAGE_PARTS, HasConfig, load_spec
+from toolkit.models.registry import LANGUAGE_PARTS, HasConfig, HasShape, load_spec
 from toolkit.models.spec import CacheGroup, DecoderSpec, LayerSpec, LinearSpec, MtpSpec, NormSpec, Part, StoredTensor
 
 FURTHER = "num_nextn_predict_layers"  # config.json's count of layers for multi-token prediction
@@ -87,10 +87,14 @@ class _View:
     path: Path
     config: dict[str, Any]
     generation_config: dict[str, Any]
-    listed: list[str]
+    listed: dict[str, str]  # name there → the checkpoint's own
+    of: HasConfig
 
     def names(self) -> list[str]:
-        return self.listed
+        return list(self.listed)
+
+    def info(self, name: str) -> HasShape:
+        return self.of.info(self.listed[name])
 
 
 def find_mtp(
@@ -113,7 +117,8 @@ def find_mtp(
         checkpoint.path,
         deeper(checkpoint.config if config is None else config, spec),
         checkpoint.generation_config,
-        [behind + x.removeprefix(f"{form.layer}.") if x.startswith(f"{form.layer}.") else x for x in names],
+        {behind + x.removeprefix(f"{form.layer}.") if x.startswith(f"{form.layer}.") else x: x for x in names},
+        checkpoint,
     )
     deep, found = load_spec(view, own=own)
     mine = _layer_of(form, behind, found)

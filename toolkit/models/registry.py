@@ -15,7 +15,7 @@ import importlib.util
 import itertools
 import os
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -51,6 +51,13 @@ class HasConfig(Protocol):
     def generation_config(self) -> dict[str, Any]: ...
 
     def names(self) -> list[str]: ...
+
+    def info(self, name: str) -> HasShape: ...
+
+
+class HasShape(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 def names() -> list[str]:
@@ -234,7 +241,8 @@ def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: 
     """``build`` for an open checkpoint, of ``config`` instead of its own where given.
 
     Token ids in its generation_config.json are checked too. A stack of experts or a fused module that the checkpoint
-    has as single linears, under their canonical names or as the family spells those, is listed so.
+    has as single linears, under their canonical names or as the family spells those, is listed so, and a stack that
+    stands the other way round than its family's likewise (transformers 5 writes Qwen3-VL's straight).
     """
     source = f"{checkpoint.path}: config.json"
     names = checkpoint.names()
@@ -251,7 +259,16 @@ def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: 
             found += [replace(one, name=name) for one, name in zip(item.alone(), single[-1], strict=True)]
         else:
             found.append(replace(item, name=_respelled(item.name, begins)))
-    return spec, found
+    return spec, _as_they_stand(found, checkpoint, frozenset(names))
+
+
+def _as_they_stand(stored: list[StoredTensor], checkpoint: HasConfig, names: Container[str]) -> list[StoredTensor]:
+    """``stored`` with stacks straight where one of them is, which a square one does not tell by itself."""
+    turned = [x for x in stored if x.stacked and x.transposed and not x.flat and x.weight_name in names]
+    shapes = {x.name: checkpoint.info(x.weight_name).shape for x in turned}
+    if not any(shapes[x.name] == x.straight != x.shape for x in turned):
+        return stored
+    return [replace(x, shape=x.straight, transposed=False) if shapes.get(x.name) == x.straight else x for x in stored]
 
 
 def with_own_head(config: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

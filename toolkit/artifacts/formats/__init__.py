@@ -13,6 +13,7 @@ from toolkit.artifacts.formats import (
     compressed_tensors,
     gguf_types,
     gptq,
+    modelopt,
     mxfp4,
     trellis,
     w8a8,
@@ -40,8 +41,21 @@ class WeightFormat(Protocol):
     def read_linear(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Weight: ...
 
 
+class StackFormat(WeightFormat, Protocol):
+    """One that has stacks of experts as they stand. ``shape``: [experts, out, in]; ``transposed``: the dense stack has
+    the last two axes the other way round."""
+
+    def expected_stack(
+        self, quantization: dict[str, Any], name: str, shape: tuple[int, ...], transposed: bool
+    ) -> list[Expected]: ...
+
+    def read_stack(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], transposed: bool) -> Weight: ...
+
+
+_STACKS: tuple[StackFormat, ...] = (blocked_fp8, mxfp4)
+STACK_FORMATS: dict[str, StackFormat] = {module.METHOD: module for module in _STACKS}
 _MODULES: tuple[WeightFormat, ...] = (
-    awq, gptq, auto_round, compressed_tensors, w8a8, blocked_fp8, mxfp4, trellis, gguf_types
+    awq, gptq, auto_round, compressed_tensors, w8a8, blocked_fp8, mxfp4, modelopt, trellis, gguf_types
 )  # fmt: skip
 FORMATS: dict[str, WeightFormat] = {module.METHOD: module for module in _MODULES}
 

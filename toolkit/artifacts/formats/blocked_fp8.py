@@ -3,7 +3,9 @@
 ``weight`` float8_e4m3fn [out, in]; ``weight_scale_inv`` float32 [ceil(out/128), ceil(in/128)], to be multiplied by, for
 all its name; without ``weight_block_size`` that is one number (Ministral 3 and what transformers writes), or
 ``weight_scale`` (one number, or [out, 1]) stands in its place. Activations are quantized at run time, a scale for each
-token and 128 inputs; a static ``activation_scale`` is not needed for that.
+token and 128 inputs; a static ``activation_scale`` is not needed for that. Experts of a layer may be stacked, ``X``
+[experts, out, in] and ``X_scale_inv`` [experts, ceil(out/128), ceil(in/128)], or one number each or one for either half
+of the rows; the last two axes are the other way round where the dense stack's are (Qwen3-VL).
 """
 
 from __future__ import annotations
@@ -47,7 +49,11 @@ def _block(quantization: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def is_quantized(checkpoint: Checkpoint, name: str) -> bool:
-    return any(f"{name}.{x}" in checkpoint for x in ONE_SCALE)
+    return any(f"{name}.{x}" in checkpoint for x in ONE_SCALE) or _of_stack(name) in checkpoint
+
+
+def _of_stack(name: str) -> str:
+    return f"{name}_scale_inv"
 
 
 def expected(quantization: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[Expected]:
@@ -59,6 +65,41 @@ def expected(quantization: dict[str, Any], name: str, shape: tuple[int, ...]) ->
         return [weight, *(Expected(f"{name}.{x}", (shape[0], 1), FLOATS, True, also) for x in ONE_SCALE)]
     tiles = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
     return [weight, Expected(f"{name}.weight_scale_inv", tiles, ("F32", "BF16"))]
+
+
+def expected_stack(quantization: dict[str, Any], name: str, shape: tuple[int, ...], transposed: bool) -> list[Expected]:
+    """The tensors of experts [experts, out, in], on disk [experts, in, out] where ``transposed``."""
+    count, *sides = shape
+    tiles = [-(-side // size) for side, size in zip(sides, _block(quantization) or sides, strict=True)]
+    if transposed:
+        sides, tiles = sides[::-1], tiles[::-1]
+    also = ((count,), (count, 1), (count, 2, 1)) if _block(quantization) is None else ()
+    scales = Expected(_of_stack(name), (count, *tiles), ("F32", "BF16"), also=also)
+    return [Expected(name, (count, *sides), ("F8_E4M3",)), scales]
+
+
+def read_stack(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], transposed: bool) -> BlockFp8 | Fp8:
+    """Experts [experts, out, in] in canonical form, one below the other."""
+    import torch
+
+    from toolkit.artifacts.canonical import BlockFp8, Fp8
+
+    count, n_out, n_in = shape
+    weight, scales = checkpoint.tensor(name), checkpoint.tensor(_of_stack(name)).float()
+    if transposed:
+        weight = weight.transpose(1, 2).contiguous()
+    rows = weight.reshape(-1, n_in)
+    block = _block(checkpoint.quantization or {})
+    if block is None:
+        each = scales.reshape(count, -1)  # of all rows, or of the gate's and the up projection's
+        return Fp8(rows, each.repeat_interleave(n_out // each.shape[1], dim=1).reshape(-1))
+    scales = scales.transpose(1, 2) if transposed else scales
+    tiles = scales.shape[1]
+    # Tiles of one expert end with it: where its rows do not fill them, rows are told apart one by one.
+    ends = None if n_out % block[0] == 0 else torch.arange(n_out, dtype=torch.int32) // block[0]
+    if ends is not None:
+        ends = (torch.arange(count, dtype=torch.int32)[:, None] * tiles + ends).reshape(-1)
+    return BlockFp8(rows, scales.reshape(count * tiles, -1).contiguous(), block, ends)
 
 
 def read_linear(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> BlockFp8 | Fp8:

@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.errors import ToolkitError
 
 FLOATS = ("F16", "BF16", "F32")
-STACKED = ("mxfp4",)  # methods that quantize stacks of experts as they stand
+WRITES_STACKS = ("mxfp4",)  # methods that write stacks of experts as they stand
 
 
 @dataclass(frozen=True)

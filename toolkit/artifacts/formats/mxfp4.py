@@ -32,16 +32,20 @@ def is_quantized(checkpoint: Checkpoint, name: str) -> bool:
     return any(f"{name}{middle}_blocks" in checkpoint for middle in (".weight", ""))
 
 
-def _prefix(name: str, shape: tuple[int, ...]) -> str:
-    return f"{name}.weight" if len(shape) == 2 else name
-
-
 def expected(quantization: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[Expected]:
-    """The tensors of a linear with dense shape [out, in], or of experts [experts, out, in]."""
+    """The tensors of a linear with dense shape [out, in]."""
+    return _expected(name, f"{name}.weight", shape)
+
+
+def expected_stack(quantization: dict[str, Any], name: str, shape: tuple[int, ...], transposed: bool) -> list[Expected]:
+    """The tensors of experts [experts, out, in], which stand so whatever order the dense ones have."""
+    return _expected(name, name, shape)
+
+
+def _expected(name: str, prefix: str, shape: tuple[int, ...]) -> list[Expected]:
     *rows, n_in = shape
     if n_in % GROUP:
         raise ToolkitError(f"{name}: {n_in} input features are no multiple of mxfp4's blocks of {GROUP}")
-    prefix = _prefix(name, shape)
     return [
         Expected(f"{prefix}_blocks", (*rows, n_in // GROUP, GROUP // 2), ("U8",)),
         Expected(f"{prefix}_scales", (*rows, n_in // GROUP), ("U8", "F8_E8M0")),
@@ -49,12 +53,20 @@ def expected(quantization: dict[str, Any], name: str, shape: tuple[int, ...]) ->
 
 
 def read_linear(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Fp4:
-    """The linear ``name`` of dense shape [out, in] in canonical form; experts one below the other."""
+    """The linear ``name`` of dense shape [out, in] in canonical form."""
+    return _read(checkpoint, f"{name}.weight", shape)
+
+
+def read_stack(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], transposed: bool) -> Fp4:
+    """Experts [experts, out, in] in canonical form, one below the other."""
+    return _read(checkpoint, name, shape)
+
+
+def _read(checkpoint: Checkpoint, prefix: str, shape: tuple[int, ...]) -> Fp4:
     import torch
 
     from toolkit.artifacts.canonical import Fp4
 
-    prefix = _prefix(name, shape)
     blocks = checkpoint.tensor(f"{prefix}_blocks")
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).reshape(-1, shape[-1])
     scales = checkpoint.tensor(f"{prefix}_scales").view(torch.uint8)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.formats import auto_round, awq, blocked_fp8, compressed_tensors, gptq, mxfp4, trellis, w8a8
 from toolkit.artifacts.formats.describe import Layout
-from toolkit.artifacts.formats.layout import STACKED
+from toolkit.artifacts.formats.layout import WRITES_STACKS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ class Writer:
 
     def takes(self, item: StoredTensor) -> bool:
         """Whether the format has the module as it is stored, which for stacks of experts few formats do."""
-        return not item.stacked or self.name in STACKED
+        return not item.stacked or self.name in WRITES_STACKS
 
     def write_module(self, item: StoredTensor, weight: Weight) -> Iterator[tuple[str, Tensor]]:
         """The tensors of ``weight``, which is ``item.matrix``, as ``item`` is shaped and named."""

@@ -14,7 +14,7 @@ from toolkit.models.config.videos import area_video
 from toolkit.models.decoder import Built
 from toolkit.models.families import glm4, qwen2_vl
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import Metadata, has_qkv_bias
+from toolkit.models.gguf import Gguf, Metadata, has_qkv_bias
 from toolkit.models.mmproj import Clip, Mmproj
 from toolkit.models.pictures import Recipe
 from toolkit.models.towers import activation, language_of, seeing, side, stored_vision
@@ -33,7 +33,11 @@ SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}  # of both 
 def build(config: Fields) -> Built:
     part = "text_config" if config.has("text_config") else None
     changes: dict[str, Any] = {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"]}
-    language = language_of(config, part, **changes, attention_bias=True, head_dim=None)
+    return whole(config, language_of(config, part, **changes, attention_bias=True, head_dim=None))
+
+
+def whole(config: Fields, language: Built) -> Built:
+    """``language`` with the tower and what joins its patches before it."""
     spec, vision = language[0], config.over("vision_config", {"depth": 24, "num_heads": 12})
     wide = vision.integer("out_hidden_size", default=4096, high=1 << 16)
     places = side(vision, "image_size", 336) // side(vision, "patch_size", 14)
@@ -142,55 +146,44 @@ def _read_text(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return qwen2_vl.read_text(file, config) | {"attention_bias": has_qkv_bias(file)}
 
 
-MMPROJ = Mmproj(
-    "glm4v",
-    NAMES,
-    _read,
-    _write,
-    "glm4v",
-    replace(glm4.GGUF, interleaved_qk=False, sections=True, read=_read_text, write=qwen2_vl.write_text),
-    tower={"pre_norm": "v.norm_embd"},
-    joined=True,
-    kernels=frozenset({DOWN}),
-)
+def mmproj(family: str, text: Gguf) -> Mmproj:
+    """``text``: of the language model, but for how its rope is told."""
+    return Mmproj(
+        "glm4v",
+        NAMES,
+        _read,
+        _write,
+        family,
+        replace(text, interleaved_qk=False, sections=True),
+        tower={"pre_norm": "v.norm_embd"},
+        joined=True,
+        kernels=frozenset({DOWN}),
+    )
+
+
+def tiny(text: dict[str, Any]) -> Tiny:
+    vision = dict(
+        depth=2, hidden_size=32, out_hidden_size=64, intermediate_size=48, num_heads=2, patch_size=7, image_size=21
+    )
+    return Tiny(
+        dict(text_config=text, vision_config=vision, image_token_id=5, image_start_token_id=6, image_end_token_id=7),
+        preprocessor=dict(
+            image_processor_type="Glm4vImageProcessor",
+            patch_size=7,
+            size={"shortest_edge": 14 * 14 * 8, "longest_edge": 14 * 14 * 80},
+        ),
+        tokens=("<|image|>", "<|begin_of_image|>", "<|end_of_image|>"),
+    )
+
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
 FAMILY = Family(
     "glm4v",
     "GLM-4.1V 9B Thinking",
     ("Glm4vForConditionalGeneration",),
     build,
-    (
-        Tiny(
-            dict(
-                text_config=dict(
-                    rope_parameters={
-                        "rope_type": "default",
-                        "rope_theta": 10000.0,
-                        "mrope_section": [1, 1, 2],
-                        "partial_rotary_factor": 0.5,
-                    },
-                ),
-                vision_config=dict(
-                    depth=2,
-                    hidden_size=32,
-                    out_hidden_size=64,
-                    intermediate_size=48,
-                    num_heads=2,
-                    patch_size=7,
-                    image_size=21,
-                ),
-                image_token_id=5,
-                image_start_token_id=6,
-                image_end_token_id=7,
-            ),
-            preprocessor=dict(
-                image_processor_type="Glm4vImageProcessor",
-                patch_size=7,
-                size={"shortest_edge": 14 * 14 * 8, "longest_edge": 14 * 14 * 80},
-            ),
-            tokens=("<|image|>", "<|begin_of_image|>", "<|end_of_image|>"),
-        ),
-    ),
-    MMPROJ,
+    (tiny(dict(rope_parameters=ROPE)),),
+    mmproj("glm4v", replace(glm4.GGUF, read=_read_text, write=qwen2_vl.write_text)),
     recipe=recipe,
     video=video,
 )

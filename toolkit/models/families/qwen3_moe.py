@@ -48,6 +48,14 @@ def read_sparse(
 
 
 SIZES = dict(head_dim=32, moe_intermediate_size=64, num_experts=6, num_experts_per_tok=3, norm_topk_prob=True)
+GGUF = Gguf(
+    "qwen3moe",
+    "qwen3_moe",
+    with_experts({**BLOCK, **QK_NORMS}),
+    biases=False,
+    fields={**qwen3.FIELDS, **EVERY_LAYER, "norm_topk_prob": True},
+    numbers={"num_experts": "expert_count", **EXPERT_NUMBERS},
+)
 FAMILY = Family(
     "qwen3_moe",
     "Qwen 3 30B-A3B, 235B-A22B",
@@ -57,12 +65,5 @@ FAMILY = Family(
         Tiny(dict(SIZES, num_hidden_layers=3, mlp_only_layers=[1])),
         Tiny(dict(SIZES, tie_word_embeddings=True)),
     ),
-    Gguf(
-        "qwen3moe",
-        "qwen3_moe",
-        with_experts({**BLOCK, **QK_NORMS}),
-        biases=False,
-        fields={**qwen3.FIELDS, **EVERY_LAYER, "norm_topk_prob": True},
-        numbers={"num_experts": "expert_count", **EXPERT_NUMBERS},
-    ),
+    GGUF,
 )

@@ -149,24 +149,28 @@ TINY_TOWER = dict(
     num_position_embeddings=9,
     deepstack_visual_indexes=[0, 2],
 )
+
+
+def tiny(text: dict[str, Any]) -> Tiny:
+    return Tiny(
+        dict(
+            text_config=text,
+            vision_config=TINY_TOWER,
+            image_token_id=5,
+            vision_start_token_id=6,
+            vision_end_token_id=7,
+        ),
+        preprocessor=qwen2_vl.PREPROCESSOR,
+        tokens=("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    )
+
+
 FAMILY = Family(
     "qwen3_vl",
     "Qwen3-VL",
     ("Qwen3VLForConditionalGeneration",),
     build,
-    (
-        Tiny(
-            dict(
-                text_config=dict(head_dim=16, rope_parameters=ROPE),
-                vision_config=TINY_TOWER,
-                image_token_id=5,
-                vision_start_token_id=6,
-                vision_end_token_id=7,
-            ),
-            preprocessor=qwen2_vl.PREPROCESSOR,
-            tokens=("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
-        ),
-    ),
+    (tiny(dict(head_dim=16, rope_parameters=ROPE)),),
     mmproj("qwen3_vl", TEXT_GGUF),
     recipe=recipe,
     video=video,

@@ -33,5 +33,5 @@ FAMILY = Family(
         Tiny(dict(glm4_moe.SIZES, head_dim=32)),
         Tiny(dict(glm4_moe.SIZES, head_dim=24, attention_bias=True, n_group=4, topk_group=2, norm_topk_prob=False)),
     ),
-    glm4_moe.FAMILY.gguf,
+    glm4_moe.GGUF,
 )
