@@ -49,7 +49,8 @@ def run(
     actors.check_ray()
     from toolkit.batch.run import open_files
 
-    files = open_files(source, target, replace(filling, defaults=sampling.given()), model, limits, overwrite=overwrite)
+    filling = replace(filling, defaults=sampling.given())
+    files = open_files(source, target, filling, model, limits, overwrite=overwrite, pooling=settings.pooling)
     tally = files.tally
     try:
         seconds = answer_all(files, target, "lines", model, settings, limits, engine, config, actors)

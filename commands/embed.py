@@ -52,13 +52,15 @@ def run(
     check_target(target)
     if target.exists() and not overwrite:
         raise UsageError(f"{target}: is there already; add --overwrite to replace it")
+    if target.exists() and source.exists() and target.samefile(source):
+        raise UsageError(f"{target}: expected another file for the vectors than the input's")
     fields: dict[str, Any] = {"encoding_format": "base64", "normalize": not raw}
     fields |= {} if strict else {"truncate_prompt_tokens": -1}
     fields |= {} if dimensions is None else {"dimensions": dimensions}
     fields |= {} if config.first_adapter is None else {"model": config.first_adapter}
     filling = Filling(prompt=text, endpoint=EMBEDDINGS, id_column=id_column, extra_body=fields)
     answers = answers_file(target)
-    files = open_files(source, answers, filling, model, limits, overwrite=overwrite)
+    files = open_files(source, answers, filling, model, limits, overwrite=overwrite, pooling=pooling)
     tally = files.tally
     try:
         settings = BatchSettings(pooling=pooling)

@@ -301,6 +301,23 @@ def test_missing_shard_and_lying_index(tiny_models: Any, tmp_path: Path) -> None
     refused(model, shard, "missing")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_model_saved_whole_where_there_were_shards(tiny_models: Any, tmp_path: Path, name: str) -> None:
+    """transformers deletes those, and leaves their index."""
+    before = open_checkpoint(tiny_models("llama"))
+    model = shutil.copytree(before.path, tmp_path / "m")
+    if name.endswith(".bin"):
+        torch.save({n: before.tensor(n) for n in before.names()}, model / name)
+        (model / "model.safetensors").unlink()
+    shards = dict.fromkeys(before.names(), f"{Path(name).stem}-00001-of-00002{Path(name).suffix}")
+    (model / f"{name}.index.json").write_text(json.dumps({"weight_map": shards}))
+    found = open_checkpoint(model)
+    assert set(found.names()) == set(before.names()) and set(found.files.values()) == {model / name}
+    (model / shards.popitem()[1]).touch()  # one of the new ones, perhaps: the rest is missing
+    with pytest.raises(ToolkitError):
+        open_checkpoint(model)
+
+
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "model.bin", 3, None])
 def test_index_cannot_point_elsewhere(tiny_models: Any, tmp_path: Path, name: Any) -> None:
     model = Path(shutil.copytree(tiny_models("llama", max_shard_size="100KB"), tmp_path / "m"))

@@ -27,6 +27,7 @@ from toolkit.artifacts.manifest import (
 )
 from toolkit.artifacts.output import stage as stage_module
 from toolkit.artifacts.output.partial import partial_dir
+from toolkit.artifacts.output.replace import check_directory_target
 from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import Stage, open_stage, write_file
 from toolkit.errors import ToolkitError, UsageError
@@ -472,6 +473,15 @@ def test_what_a_model_has_in_folders_is_content_too(source: Path, name: str) -> 
     before = content_digest(source)
     (source / name).write_text("two")
     assert content_digest(source) != before
+
+
+@pytest.mark.parametrize("data", [{"manifest_version": 3, "files": ["model.safetensors"]}, {}, ["model.safetensors"]])
+def test_another_program_s_manifest_makes_a_model_no_artifact(source: Path, data: Any) -> None:
+    """Folders of the hub may have a file of that name: the model is read as any other, and never replaced."""
+    (source / MANIFEST).write_text(json.dumps(data))
+    assert read_manifest(source) is None and describe_parent(source)["manifest"] is None
+    with pytest.raises(UsageError, match=rf"never replaced, for it holds .*{MANIFEST}"):
+        check_directory_target(source, overwrite=True)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ import pytest
 from tests.support.refused import refusing
 from toolkit.batch import run
 from toolkit.batch.filling import MOST_SCHEMA, Filler, Filling
-from toolkit.batch.vectors import check_target, collect
+from toolkit.batch.vectors import answers_file, check_target, collect
 from toolkit.engine.process.outage import Outage
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.openai.batches.lines import Asked
+from toolkit.serve.openai.batches.loop import digest_of
 from toolkit.serve.openai.batches.results import answered, failed
 from toolkit.serve.openai.batches.urls import RESPONSES
 
@@ -149,6 +150,29 @@ def test_vectors_on_a_full_disk(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (0, told) and not list(disk.iterdir())
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_vectors_do_not_take_the_place_of_their_texts(tmp_path: Path, support: Any) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "a"}\n')
+    done = support("command").tool("embed", texts, texts, "--model", "/no/such", "--overwrite")
+    told = f"{texts}: expected another file for the vectors than the input's"
+    assert done.returncode == 2 and told in done.stderr and texts.read_text() == '{"text": "a"}\n'
+
+
+def test_a_killed_run_does_not_go_on_with_another_pooling(tmp_path: Path, support: Any) -> None:
+    """Its vectors would be of two kinds in one file."""
+    texts, target = tmp_path / "texts.jsonl", tmp_path / "out.npy"
+    texts.write_text('{"text": "a"}\n{"text": "b"}\n')
+    fields = {"encoding_format": "base64", "normalize": True, "truncate_prompt_tokens": -1}
+    filling = Filling(prompt="{text}", endpoint="/v1/embeddings", extra_body=fields)
+    files = run.open_files(texts, answers_file(target), filling, "such", Limits(), pooling="mean")
+    first = next(iter(files.source))
+    files.results.write(answered(1, digest_of(first, files.salt), "row-1", 200, "r", b"{}"))
+    files.close()
+    for pooling, changed in (("mean", False), ("cls", True), ("auto", True)):
+        done = support("command").tool("embed", texts, target, "--model", "/no/such", "--pooling", pooling)
+        assert done.returncode == 2 and ("line 1 is not what" in done.stderr) == changed, done.stderr
 
 
 def test_answers_whose_table_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,6 +322,24 @@ def test_paths_with_odd_characters(engine: Path, tmp_path: Path) -> None:
         deploy(str(bad), tmp_path / "none", to="docker")
 
 
+def test_a_model_of_the_hub_s_cache_is_links_that_no_container_sees(models: dict[str, Path], tmp_path: Path) -> None:
+    """It is called as on the hub, not by its commit, and runs where its files are."""
+    folder = tmp_path / "models--acme--Tiny-1B"
+    blobs, model = folder / "blobs", folder / "snapshots" / ("0" * 40)
+    shutil.copytree(models["hf"], blobs)
+    model.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (model / file.name).symlink_to(f"../../blobs/{file.name}")
+    for to in ("docker", "compose"):
+        with pytest.raises(ToolkitError, match=r"is a link out of its folder, .*; `cp -rL \S+ COPY`, then deploy"):
+            deploy(str(model), tmp_path / "out", to=to)
+    for to, notes in (("vllm", 1), ("systemd", 0), ("k8s", 0)):
+        made = deploy(str(model), tmp_path / to, to=to)
+        assert made.name == "tiny-1b" and sum("is a link" in note for note in made.notes) == notes
+    copy = shutil.copytree(model, tmp_path / "copy")
+    assert deploy(str(copy), tmp_path / "out", to="docker").files
+
+
 def test_a_unit_says_what_its_user_cannot_open(engine: Path, tmp_path: Path) -> None:
     """It is no user's home that others may not enter."""
     home = tmp_path / "home"

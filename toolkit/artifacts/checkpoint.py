@@ -272,6 +272,9 @@ def read_headers(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
     weight_map = _read_index(found.index) if found.index is not None else None
     shards = found.files if weight_map is None else [path / name for name in dict.fromkeys(weight_map.values())]
     listed = found.index.name if found.index is not None else ""
+    whole = path / listed.removesuffix(".index.json")
+    if weight_map is not None and whole.is_file() and not any(shard.is_file() for shard in shards):
+        weight_map, shards = None, [whole]  # transformers deletes shards that it saves a whole file over, not the index
     if not shards:
         raise ToolkitError(f"{path}: expected model.safetensors (or an index and its shards), found no weights")
     for shard in shards:

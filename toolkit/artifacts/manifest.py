@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.artifacts.json_file import finite, read_json_object, write_json_object
+from toolkit.artifacts.json_file import finite, read_json, write_json_object
 from toolkit.artifacts.weight_files.find import pickled_weights
 from toolkit.artifacts.weight_files.safetensors_file import MAX_HEADER
 from toolkit.base.record import later, plain, read
@@ -20,6 +20,7 @@ SCALES = ".scales"  # how names of files end that hold what was folded into weig
 EYES = "mmproj*.gguf"  # what a GGUF file's model sees with, in the same directory
 TENSORS = (".safetensors", ".gguf", SCALES)  # how names of files of tensors end
 _LONGEST_NAME, _DEEPEST = 255, 16  # bytes of a part of a file's name, and parts
+_OURS = ("schema_version", "tool_version")  # that a manifest of ours has, and others of that name do not
 KINDS = ("checkpoint", "quantized", "engine", "calibration", "deployment", "draft")
 
 # What counts as content of a model directory, beside weights of torch.save where it has no others; anything else in it
@@ -93,12 +94,15 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """The directory's manifest, None if it has none (a plain checkpoint).
+    """The directory's manifest, None if it has none (a plain checkpoint) or another program's of that name.
 
     Raises ToolkitError if it is broken or of a newer schema than this version knows.
     """
     path = directory / MANIFEST
-    return parse_manifest(read_json_object(path), path) if path.is_file() else None
+    data = read_json(path) if path.is_file() else None
+    if not isinstance(data, dict) or data.keys().isdisjoint(_OURS):
+        return None
+    return parse_manifest(data, path)
 
 
 def parse_manifest(data: dict[str, Any], path: Path) -> Manifest:

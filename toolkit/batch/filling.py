@@ -72,10 +72,12 @@ class Filler:
                 body["response_format"] = _chat_form(self._schema)
         return body
 
-    def salt(self, model: str) -> bytes:
+    def salt(self, model: str, pooling: str = "auto") -> bytes:
         """What tells requests of one filling, to one model, from those of another; 32 bytes."""
         rows = [getattr(self._filling, name) for name in ("prompt", "system", "endpoint", "id_column")]
         told = [rows, self._schema, self._given, model]
+        if pooling != "auto":  # whose runs have been told apart by the rest alone
+            told.append(pooling)
         return blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=32).digest()
 
 

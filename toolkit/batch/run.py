@@ -74,10 +74,17 @@ class Open:
 
 
 def open_files(
-    given: Any, target: str | Path, filling: Filling, model: str, limits: Limits, *, overwrite: bool = False
+    given: Any,
+    target: str | Path,
+    filling: Filling,
+    model: str,
+    limits: Limits,
+    *,
+    overwrite: bool = False,
+    pooling: str = "auto",
 ) -> Open:
     """Before anything is loaded. ``given``: as ``open_source`` has it; ``model``: what the answers are by, as the user
-    names it. Raises UsageError, ToolkitError."""
+    names it; ``pooling``: of a server's options, what vectors are made by. Raises UsageError, ToolkitError."""
     filler = Filler(filling)
     path = Path(target)
     bounds = Bounds(limits)
@@ -95,7 +102,7 @@ def open_files(
     try:
         if overwrite:
             results.clear()
-        tally, salt = Tally(), filler.salt(model.rstrip("/").rpartition("/")[2])
+        tally, salt = Tally(), filler.salt(model.rstrip("/").rpartition("/")[2], pooling)
         loop.resume(tally, seen, results)
         loop.check(source, salt, seen, tally, str(path))
     except BaseException:

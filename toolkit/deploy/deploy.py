@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from toolkit.artifacts.manifest import describe_parent
+from toolkit.artifacts.manifest import content_files, describe_parent, title
 from toolkit.artifacts.output.stage import open_stage
 from toolkit.artifacts.source import resolve_model
 from toolkit.deploy import ray_serve
@@ -24,6 +24,7 @@ from toolkit.errors import ToolkitError, UsageError
 USER = 10001  # of our images
 IMAGES = {"cpu": "toolkit:cpu", "cuda": "toolkit:cuda"}  # as deploy/docker makes them
 MOUNTED = "/model"
+MOUNTING = ("docker", "compose")  # where containers of this machine have the model's folder, and nothing else runs
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,12 @@ def deploy(
     _check_path(artifact.file)
     if artifact.form not in target.reads:
         raise ToolkitError(_elsewhere(artifact, to, target))
+    outside = _outside(artifact)
+    if outside and to in MOUNTING:
+        raise ToolkitError(outside)
     device = _device(artifact, asked.device, target)
     memory = plan_memory(artifact, asked, device)
-    name = asked.name or name_of(path.stem if path.is_file() else path.name)
+    name = asked.name or name_of(title(path))
     out = Path(dst_path)
     known = _facts(artifact, target, asked, device, memory, name)
     written = {shown.format(name=name): _render(template, known) for shown, template in target.files.items()}
@@ -73,6 +77,8 @@ def deploy(
     where = {"out": shlex.quote(str(out)), "absolute": shlex.quote(str(out.absolute()))}
     start = target.next.format(name=name, **where)
     notes = list(memory.plan.notices)
+    if outside and "compose.yaml" in written:  # beside what runs here
+        notes.append(outside)
     if to == "systemd":
         notes += [*_closed(artifact.file), *_closed(Path(known["tool"]))]
     done = Deployed(out, to, name, list(written), start, memory, notes)
@@ -93,6 +99,19 @@ def deploy(
 def _check_path(path: Path) -> None:
     if bad := sorted({c for c in str(path) if c in ',"' or not c.isprintable()}):
         raise UsageError(f"{str(path)!r}: expected a path without {' '.join(map(repr, bad))}, which mounts cannot name")
+
+
+def _outside(artifact: Artifact) -> str:
+    """Why a container that has the model's folder lacks its files, as with those of the hub's cache; "" where it does
+    not."""
+    folder = artifact.file if artifact.file.is_dir() else artifact.file.parent
+    linked = (file for file in content_files(artifact.file) if not file.resolve().is_relative_to(folder.resolve()))
+    if (file := next(linked, None)) is None:
+        return ""
+    return (
+        f"{file}: is a link out of its folder, which a container does not see; "
+        f"`cp -rL {shlex.quote(str(folder))} COPY`, then deploy COPY"
+    )
 
 
 def _closed(path: Path) -> list[str]:
