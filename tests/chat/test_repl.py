@@ -217,6 +217,15 @@ def test_what_was_shown_stays_until_it_is_asked_about_or_dropped(
     assert not desk.talk.shown and desk.notes.count("about no image") == 1
 
 
+def test_ctrl_c_ends_a_command_and_not_the_chat(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(source: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(desk.model, "checked_image", ends, raising=False)
+    desk.type("hello", "/image http://slow", "again")
+    assert len(desk.talk.turns) == 4 and not desk.talk.shown and "stopped" in desk.notes
+
+
 def test_retry_without_a_question_takes_nothing_away(desk: Desk) -> None:
     desk.talk.say("assistant", "Hello, I am a parrot.")
     desk.type("/retry")
