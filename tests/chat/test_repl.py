@@ -274,11 +274,13 @@ def test_a_model_cannot_drive_the_terminal() -> None:
     """Escape sequences are shown as marks on a terminal; a file gets exactly what the model said."""
     text = "a\x1b]0;owned\x07\x1b[2Jb\tc\nd\x9b1me"
     screen, file = Terminal(), io.StringIO()
-    TerminalScreen(screen, io.StringIO()).text(text)
-    TerminalScreen(file, io.StringIO()).text(text)
+    for out in (screen, file):
+        shown = TerminalScreen(out, io.StringIO())
+        shown.text(text)
+        shown.end_of_text()
     assert not any(c in screen.getvalue() for c in "\x1b\x07\x9b")
     assert "b\tc\nd" in screen.getvalue()
-    assert file.getvalue() == text
+    assert file.getvalue() == text + "\n"
 
 
 @pytest.mark.parametrize(
