@@ -283,6 +283,15 @@ def test_a_model_cannot_drive_the_terminal() -> None:
     assert file.getvalue() == text + "\n"
 
 
+def test_lines_that_end_as_in_windows_are_lines() -> None:
+    screen = Terminal()
+    shown = TerminalScreen(screen, io.StringIO())
+    for piece in ("a\r\nb", "\r", "\nc\r\n"):
+        shown.text(piece)
+    shown.end_of_text()
+    assert screen.getvalue() == "a\nb\nc\n"
+
+
 @pytest.mark.parametrize(
     ("file", "expected"),
     [
