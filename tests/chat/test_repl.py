@@ -217,6 +217,15 @@ def test_what_was_shown_stays_until_it_is_asked_about_or_dropped(
     assert not desk.talk.shown and desk.notes.count("about no image") == 1
 
 
+def test_ctrl_c_ends_a_command_and_not_the_chat(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(source: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(desk.model, "checked_image", ends, raising=False)
+    desk.type("hello", "/image http://slow", "again")
+    assert len(desk.talk.turns) == 4 and not desk.talk.shown and "stopped" in desk.notes
+
+
 def test_retry_without_a_question_takes_nothing_away(desk: Desk) -> None:
     desk.talk.say("assistant", "Hello, I am a parrot.")
     desk.type("/retry")
@@ -265,11 +274,22 @@ def test_a_model_cannot_drive_the_terminal() -> None:
     """Escape sequences are shown as marks on a terminal; a file gets exactly what the model said."""
     text = "a\x1b]0;owned\x07\x1b[2Jb\tc\nd\x9b1me"
     screen, file = Terminal(), io.StringIO()
-    TerminalScreen(screen, io.StringIO()).text(text)
-    TerminalScreen(file, io.StringIO()).text(text)
+    for out in (screen, file):
+        shown = TerminalScreen(out, io.StringIO())
+        shown.text(text)
+        shown.end_of_text()
     assert not any(c in screen.getvalue() for c in "\x1b\x07\x9b")
     assert "b\tc\nd" in screen.getvalue()
-    assert file.getvalue() == text
+    assert file.getvalue() == text + "\n"
+
+
+def test_lines_that_end_as_in_windows_are_lines() -> None:
+    screen = Terminal()
+    shown = TerminalScreen(screen, io.StringIO())
+    for piece in ("a\r\nb", "\r", "\nc\r\n"):
+        shown.text(piece)
+    shown.end_of_text()
+    assert screen.getvalue() == "a\nb\nc\n"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,14 @@ def test_lines_break_between_words_however_they_come() -> None:
     assert wrapped([text]) == wrapped(list(text)) == expected
 
 
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_words_of_other_alphabets_are_not_broken(size: int) -> None:
+    text = "Привет мир, это довольно длинная строка. Größere Änderungen überall möglich. Γειά σου κόσμε."
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    assert wrapped(pieces) == "\n".join(textwrap.wrap(text, 20))
+    assert Wrapper(20).add("今天") == "今天"  # at once: no blank ends a word
+
+
 def test_code_and_long_words_are_left_alone() -> None:
     text = "Do:\n```python\nprint('a line that is longer than twenty columns')\n```\nthat is all there is to it"
     lines = wrapped(list(text)).split("\n")

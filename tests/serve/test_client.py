@@ -64,6 +64,25 @@ def test_signs_of_life_in_a_stream_are_no_part_of_it() -> None:
         assert list(client.completions_v1(model="m", prompt="a", stream=True)) == [{"choices": []}]
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_answer_that_breaks_off_is_no_whole_one(chunked: bool) -> None:
+    event = b'data: {"choices": [{"index": 0, "delta": {"content": "hi"}, "finish_reason": null}]}\n\n'
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+    if chunked:
+        head = head.replace(b"\r\n\r\n", b"\r\ntransfer-encoding: chunked\r\n\r\n")
+    with saying(head + (b"%x\r\n%b\r\n" % (len(event), event) if chunked else event)) as client:
+        pieces = client.chat("a", 1, model="m")
+        assert next(pieces)[0] == "hi"
+        with pytest.raises(ToolkitError, match="broke off"):
+            list(pieces)
+
+
+def test_an_answer_that_says_why_it_ends_is_whole() -> None:
+    event = b'data: {"choices": [{"index": 0, "delta": {"content": "hi"}, "finish_reason": "stop"}]}\n\n'
+    with saying(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + event) as client:
+        assert list(client.chat("a", 1, model="m")) == [("hi", 1, None), ("", 1, "stop")]
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [

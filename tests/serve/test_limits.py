@@ -164,6 +164,13 @@ def test_no_limit_is_left_out() -> None:
     assert {f.name for f in fields(Limits)} == CASES.keys() | HELD_ELSEWHERE
 
 
+def test_prompts_that_are_only_scored_ask_for_no_tokens(build: Any, ask: Any) -> None:
+    app = build(max_total_tokens=600)
+    scored = {**TEXT, "prompt": ["ab"] * 3, "echo": True, "logprobs": 1}
+    assert ask(app, "/v1/completions", {**scored, "max_tokens": 0})[0] == 200
+    assert ask(app, "/v1/completions", scored)[0] == 400
+
+
 def test_a_session_may_always_be_filled(build: Any, ask: Any) -> None:
     app = build(max_values=1, max_total_tokens=1)
     body = json.dumps({**TEXT, "prompt": [65] * 500, "max_tokens": 500}).encode()

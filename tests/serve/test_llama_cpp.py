@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from tests.serve.asking import ask
 from tests.serve.test_generate import lines
 from tests.serve.test_openapi import ask as get
+from toolkit.messages import Response
 
 
 def test_completion_whole(start: Any) -> None:
@@ -41,6 +44,18 @@ def test_completion_in_a_stream(start: Any) -> None:
     assert [piece["stop"] for piece in pieces] == [False] * 5 + [True]
     assert [piece["tokens"] for piece in pieces[:5]] == [[token] for token in b"hello"]
     assert pieces[-1]["stop_type"] == "eos" and pieces[-1]["tokens_predicted"] == 5
+
+
+def test_the_prompt_takes_its_time_where_the_answer_is_empty(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start()
+
+    async def ends_at_once(*given: Any, **more: Any) -> AsyncIterator[Response]:
+        await asyncio.sleep(0.05)
+        yield Response(finish_reason="stop", generate_token_len=1)
+
+    monkeypatch.setattr(server.engine, "generate", ends_at_once)
+    told = ask(server.url, "/completion", {"prompt": "hello"})[1]["timings"]
+    assert told["prompt_ms"] >= 50 and told["prompt_per_second"] <= 100
 
 
 def test_what_is_asked_for_reaches_the_engine(start: Any) -> None:

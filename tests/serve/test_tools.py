@@ -304,6 +304,7 @@ def test_a_thought_ends_at_the_same_token_however_many_come_at_once(start: Any, 
             some, ends = ids[at : at + size], at + size >= len(ids)
             shown = ids[max(0, at - late) : len(ids) if ends else at + size - late]
             told: Any = {"logprobs": [{i: -1.0} for i in some], "finish_reason": "stop" if ends else None}
+            told |= {"accepted_tokens": 1, "rejected_tokens": 2}
             yield Response(bytes(shown).decode(), at + len(some), token_ids=some, **told)
 
     async def whole() -> Response:
@@ -314,6 +315,7 @@ def test_a_thought_ends_at_the_same_token_however_many_come_at_once(start: Any, 
 
     answer = asyncio.run(whole())
     assert answer.text == "<think>01234 Enough.</think>Then." == bytes(answer.token_ids).decode()
+    assert (answer.accepted_tokens, answer.rejected_tokens) == (2, 4)  # of both parts
     assert len(answer.logprobs or ()) == answer.generate_token_len == len(answer.token_ids)
     assert answer.finish_reason == "stop"
 

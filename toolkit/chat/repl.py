@@ -237,6 +237,8 @@ class Repl:
             self.after()
         except ToolkitError as e:
             self.screen.error(" ".join(str(e).split()))
+        except KeyboardInterrupt:  # while a picture was fetched, say
+            self.screen.note("stopped\n")
 
     def _ask(self, text: str) -> None:
         """Ask a question. What was shown for one that gets no answer stays for the next."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from toolkit.chat.wrap import Wrapper
 
-# Everything that would move the cursor or change the terminal; tabs and line ends stay.
+# Everything that would move the cursor or change the terminal; tabs and line ends stay, Windows' as ours.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -44,7 +44,7 @@ class TerminalScreen:
                 from toolkit.chat.wrap import Wrapper
 
                 self._wrapper = Wrapper(_columns())
-            piece = self._wrapper.add(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", piece))
+            piece = self._wrapper.add(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", piece.replace("\r", "")))
         self._write(piece)
 
     def end_of_text(self) -> None:

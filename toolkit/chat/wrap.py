@@ -8,6 +8,8 @@ from prompt_toolkit.utils import get_cwidth
 
 FENCE = "```"  # before and after lines of code, which are left as they are
 _PARTS = re.compile(r"\n|[^\S\n]+|[^\s]+")
+# Scripts without blanks, which break anywhere: Thai to Burmese, Khmer, Chinese and Japanese.
+_ANYWHERE = re.compile(r"[\u0e00-\u109f\u1780-\u17ff\u2e80-\ua4cf\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff]")
 
 
 class Wrapper:
@@ -36,8 +38,8 @@ class Wrapper:
                 self._blank += part
             else:
                 self._word += part
-                if self._code or get_cwidth(self._word) > self.width or not part.isascii():
-                    shown.append(self._word_out())  # scripts without blanks break anywhere
+                if self._code or get_cwidth(self._word) > self.width or _ANYWHERE.search(part):
+                    shown.append(self._word_out())
         return "".join(shown)
 
     def end(self) -> str:

@@ -115,6 +115,7 @@ class APIClient:
         yield "", tokens, reason
 
     def _post(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        ended = False
         with self._open(path, body) as reply:
             try:
                 if not body["stream"]:
@@ -127,9 +128,13 @@ class APIClient:
                     if data == b"[DONE]":
                         return
                     if data:
-                        yield _checked(self._parsed(data))
+                        chunk = _checked(self._parsed(data))
+                        ended = ended or _ends(chunk)
+                        yield chunk
             except (HTTPException, OSError) as error:
                 raise ToolkitError(f"{self.url}: the answer broke off ({error})") from error
+        if not ended:  # as when the server dies: urllib takes that for the end
+            raise ToolkitError(f"{self.url}: the answer broke off (the connection was closed)")
 
     def _open(self, path: str, body: dict[str, Any] | None) -> HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
@@ -166,6 +171,12 @@ def _checked(chunk: dict[str, Any]) -> dict[str, Any]:
     if "error" in chunk:
         raise ToolkitError(f"the server ended the answer: {chunk['error']['message']}")
     return chunk
+
+
+def _ends(chunk: Any) -> bool:
+    """Whether it tells why the answer is over; of LMDeploy's own API the chunk itself does."""
+    told = [chunk, *(chunk.get("choices") or ())] if isinstance(chunk, dict) else []
+    return any(isinstance(one, dict) and one.get("finish_reason") for one in told)
 
 
 def _message(body: bytes) -> str:

@@ -35,13 +35,14 @@ async def within(
     which the two can be told apart. The sentence's tokens count as certain; each token's experts are told once."""
     thought = _Thought(budget, choice, tokenizer)
     token_ids: list[int] = []
-    cached = routed = 0
+    cached = routed = right = wrong = 0  # the last two: guessed tokens, of both parts together
     async with aclosing(run(choice, "")) as stream:
         async for delta in stream:
             cut = thought.add(delta)
             yield cut or delta
             token_ids += (cut or delta).token_ids
             cached, routed = delta.cached_tokens, routed + _routed(cut or delta)
+            right, wrong = delta.accepted_tokens, delta.rejected_tokens
             if cut is not None:
                 break
             if delta.finish_reason is not None:
@@ -49,6 +50,7 @@ async def within(
     before = len(token_ids) + len(budget.token_ids)
     said = Response(text=budget.text, generate_token_len=before, input_token_len=len(choice.token_ids))
     said.cached_tokens, said.token_ids = cached, list(budget.token_ids)
+    said.accepted_tokens, said.rejected_tokens = right, wrong
     if choice.config.logprobs is not None:
         said.logprobs = [{token: 0.0} for token in budget.token_ids]
     yield said
@@ -65,6 +67,7 @@ async def within(
         async for delta in stream:
             delta.generate_token_len += before
             delta.cached_tokens = cached
+            delta.accepted_tokens, delta.rejected_tokens = delta.accepted_tokens + right, delta.rejected_tokens + wrong
             if (rows := _routed(delta)) and routed:  # of what was computed before, and is again
                 delta.routed_experts, routed = delta.routed_experts[routed:], max(0, routed - rows)
             yield delta

@@ -104,7 +104,7 @@ class Limits:
             several = "n" if request.drawn == (request.n or 1) else "best_of"
             found = f"choices (prompts x {several})"
             raise self.refusal("max_choices", "prompt" if prompts > 1 else several, choices, found)
-        tokens = choices * min(token_limit or session_len, session_len)
+        tokens = choices * (session_len if token_limit is None else min(token_limit, session_len))
         if tokens > max(self.max_total_tokens, session_len):
             raise self.refusal("max_total_tokens", "max_tokens", tokens, "tokens (prompts x answers x max_tokens)")
 

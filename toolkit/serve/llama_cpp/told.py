@@ -49,7 +49,7 @@ class Told:
         run, begun = self._run, False
         async with running(run) as stream:
             async for _, delta, _ in stream:
-                if not begun and delta.token_ids:
+                if not begun and (delta.token_ids or delta.finish_reason):  # else it tells how far the prompt is
                     begun, self._first = True, perf_counter()
                 yield delta
 
