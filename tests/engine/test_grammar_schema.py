@@ -88,6 +88,8 @@ def test_what_a_schema_says_is_held_to(grammars: Grammars, schema: Any, yes: lis
         ({**INT, "enum": [float("nan")]}, "'type' beside 'enum'"),
         ({"enum": [1, 2], "minimum": 2}, "'minimum' beside 'enum'"),
         ({"anyOf": [STR, {"type": []}]}, "'type' at anyOf.1, which is not one or some of null"),
+        ({"oneOf": [STR, {"type": [{}]}]}, "'oneOf', of which two parts may be true"),
+        ({"oneOf": [STR, {**OBJ, "required": 5}]}, "'required' at anyOf.1, which is not a list of names"),
     ],
 )
 def test_what_cannot_be_held_to_is_named(schema: Any, told: str) -> None:
@@ -125,8 +127,8 @@ def test_arguments_of_calls_are_held_to_as_far_as_can_be(grammars: Grammars) -> 
 
 
 WORDS = st.sampled_from(
-    "type properties required items anyOf allOf enum const $ref not pattern minLength multipleOf patternProperties "
-    "additionalProperties prefixItems uniqueItems $defs x".split()
+    "type properties required items anyOf oneOf allOf enum const $ref not pattern minLength multipleOf "
+    "patternProperties additionalProperties prefixItems uniqueItems $defs x".split()
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),  # a body's 1e999 is infinite

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.refused import refusing
@@ -28,6 +31,37 @@ refused = refusing(UsageError)
 )
 def test_lengths(text: str, told: str) -> None:
     assert refused(lambda: lengths("--x", text)) == told
+
+
+def test_drawn_lengths_have_a_bound() -> None:
+    found = lengths("--x", "lognormal:1:999999999")(np.random.default_rng(0), 100_000)
+    assert 1 <= min(found) and max(found) < 10**9
+
+
+@pytest.mark.parametrize(
+    ("demand", "told"),
+    [
+        (Demand(request_rate=1.0, prefill=10**9), "prefill: expected at most 999999, found 1000000000"),
+        *(
+            (
+                Demand(request_rate=1.0, **dict[str, Any]({name: math.inf})),
+                f"{name}: expected a number that is not infinite, found inf",
+            )
+            for name in (
+                "route_ms",
+                "handover_ms",
+                "cold_ms",
+                "threads",
+                "outside_us",
+                "step_us",
+                "jitter_ms",
+                "mixed_us",
+            )
+        ),
+    ],
+)
+def test_demands_that_no_simulation_ends(demand: Demand, told: str) -> None:
+    assert refused(demand.check) == told
 
 
 @pytest.mark.parametrize(
@@ -110,6 +144,24 @@ SERVED = {"max_concurrency": 4, "completed": 4, "total_input_tokens": 40, "mean_
         (
             {**SERVED, "total_output_tokens": 40, "max_concurrency": 0},
             "concurrency: expected a number above 0, found 0; measure again",
+        ),
+        (
+            {**SERVED, "completed": 10**7, "total_input_tokens": 10**9, "total_output_tokens": 10**9},
+            "requests: expected at most 100,000, found 1e+07; measure a shorter run",
+        ),
+        (
+            {
+                **SERVED,
+                "completed": 5000,
+                "max_concurrency": 5000,
+                "total_input_tokens": 5000,
+                "total_output_tokens": 10**5,
+            },
+            "concurrency: expected at most 4,096, found 5000; measure a shorter run",
+        ),
+        (
+            {**SERVED, "total_input_tokens": 10**12, "total_output_tokens": 40},
+            "prompt tokens of all requests: expected at most 1,000,000,000, found 1e+12; measure a shorter run",
         ),
     ],
 )

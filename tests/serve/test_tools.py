@@ -28,6 +28,7 @@ ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TWO = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 
 STRICT = {"name": "add", "strict": True, "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}
+MANY = {"type": "object", "properties": {f"p{i}": {} for i in range(1001)}, "not": {}}
 ODD: Any = {"type": "json_schema", "json_schema": {"schema": {"type": "array", "uniqueItems": True}}}
 
 
@@ -368,6 +369,11 @@ def test_parsers_that_are_named_and_unknown(start: Any) -> None:
         ({"functions": [ADD]}, "functions: not supported; write tools"),
         ({"tools": [{"type": "function", "function": STRICT}]}, "strict: the schema of the parameters has 'not' at"),
         ({"response_format": ODD}, "response_format: the json_schema has 'uniqueItems', to which no answer"),
+        ({"tools": [{"type": "function", "function": {**STRICT, "parameters": MANY}}]}, "parameters is too large"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": MANY}}},
+            "response_format: the json_schema is too large: more than 1000 properties",  # not looked at any closer
+        ),
     ],
 )
 def test_requests_that_cannot_be(start: Any, fields: dict[str, Any], says: str) -> None:

@@ -25,6 +25,8 @@ ROUNDS = 24  # at most: how prompts are cut depends on the times, and settles sl
 SETTLED = 1e-3  # change of all errors below which it has
 FIRST = 3  # of them with a bend at each size that was measured; then few enough are chosen
 GOOD = 0.02  # relative error below which a smaller one is no better
+MOST_AT_ONCE, MOST_REQUESTS = 4096, 100_000  # of a run: all of them are simulated, in each round
+MOST_TOKENS = 10**9  # likewise, of all its prompts, and of an answer
 GUESS = StepTime(0.01, (), (0.001,))
 
 
@@ -110,7 +112,7 @@ def read_row(where: str, row: Any) -> Measured:
 
 
 def _possible(where: str, row: Measured) -> Measured:
-    """``row``, unless a figure of it is none that can be measured: then UsageError."""
+    """``row``, unless a figure of it is none that can be measured, or no simulation would end: then UsageError."""
     figures = {
         "concurrency": row.at_once,
         "requests": row.count,
@@ -122,6 +124,15 @@ def _possible(where: str, row: Measured) -> Measured:
     for name, value in figures.items():
         if not 0 < value < math.inf:
             raise UsageError(f"{where}: {name}: expected a number above 0, found {value:g}; measure again")
+    bounds = {
+        "concurrency": (min(row.at_once, row.count), MOST_AT_ONCE),
+        "requests": (row.count, MOST_REQUESTS),
+        "prompt tokens of all requests": (row.count * row.input_len, MOST_TOKENS),
+        "tokens of an answer": (row.output_len, MOST_TOKENS),
+    }
+    for name, (count, most) in bounds.items():
+        if count > most:
+            raise UsageError(f"{where}: {name}: expected at most {most:,}, found {count:g}; measure a shorter run")
     return row
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from toolkit.configs.option import check_ranges, option
@@ -43,7 +43,9 @@ class Demand:
         (), "NAME:MS or NAME:pNN:MS, what 99 % (NN %) of the requests may take: ttft, tpot, e2e; repeatable."
     )
     replicas: str = option("1:1024", "MIN:MAX engines to look among, or how many there are.")
-    prefill: int = option(0, "Engines that compute prompts alone; the others begin with what these lend.", min=0)
+    prefill: int = option(
+        0, "Engines that compute prompts alone; the others begin with what these lend.", min=0, max=999_999
+    )
     max_batch_size: int = option(64, "Requests that an engine runs at a time.", min=1)
     max_prefill_token_num: int = option(8192, "Prompt tokens of a step at most.", min=1)
     kv_tokens: int | None = option(None, "Tokens that an engine's KV cache holds. Default: enough for all.", min=1)
@@ -94,6 +96,9 @@ class Demand:
     def check(self) -> None:
         """Raise UsageError for the first value that cannot be."""
         check_ranges(self)
+        for f in fields(self):
+            if f.name != "request_rate" and getattr(self, f.name) == math.inf:
+                raise UsageError(f"{f.name}: expected a number that is not infinite, found inf")
         if (self.trace is None) == (self.request_rate is None):
             raise UsageError("request_rate: expected either --request-rate or --trace")
         if self.request_rate is not None and not 0 < self.request_rate < math.inf:

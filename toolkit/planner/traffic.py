@@ -56,7 +56,7 @@ def lengths(flag: str, text: str) -> Callable[[np.random.Generator, int], list[i
         if not 1 <= median < most:
             raise UsageError(f"{flag}: expected lognormal:MEDIAN:P99 with 1 <= MEDIAN < P99, found {text}")
         sigma = math.log(most / median) / Z99
-        return lambda rng, count: np.maximum(1, rng.lognormal(math.log(median), sigma, count)).astype(int).tolist()
+        return lambda rng, count: rng.lognormal(math.log(median), sigma, count).clip(1, MOST - 1).astype(int).tolist()
     raise UsageError(f"{flag}: expected tokens, MIN:MAX, or lognormal:MEDIAN:P99, found {text!r:.40}")
 
 

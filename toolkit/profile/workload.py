@@ -94,7 +94,8 @@ def _drawn(
         ids = encode(prompt)
         length = output_len or (len(encode(answer)) if answer is not None else 128)
         fits = session_len is None or len(ids) + length <= session_len
-        if len(ids) >= MIN_TOKENS and length >= MIN_TOKENS and fits:
+        worth = output_len is not None or length >= MIN_TOKENS
+        if len(ids) >= MIN_TOKENS and worth and fits:
             found.append((prompt, ids, length))
         if len(found) == count:
             break

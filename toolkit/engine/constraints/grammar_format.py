@@ -68,6 +68,16 @@ def fitted_format(response_format: dict[str, Any]) -> dict[str, Any]:
     return {**response_format, kind: {**named, "schema": schema} if "schema" in named else schema}
 
 
+def check_held(what: str, schema: Any) -> None:
+    """Raise UsageError, one line, for a schema that is too large, or says more than a grammar can. ``what``: it is."""
+    try:
+        _check_size("json_schema", schema)  # first, for to look closer takes its time
+    except UsageError as error:
+        raise UsageError(str(error).replace("response_format: the json_schema", what)) from error
+    if lost := fitted(schema)[1]:
+        raise UsageError(beyond(what, lost))
+
+
 def beyond(what: str, lost: list[str]) -> str:
     """What to tell of a schema of which ``fitted`` lost something."""
     return f"{what} has {lost[0]:.200}, to which no answer can be held here; leave it out, or say strict: false"

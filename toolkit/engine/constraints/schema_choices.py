@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from toolkit.engine.constraints.schema_values import Item, kinds_of, value_key
+from toolkit.engine.constraints.schema_values import Item, kinds_of, value_key, well_formed
 
 Keys = frozenset[Any]
 _DEPTH = 4  # references to references that are followed
@@ -17,7 +17,7 @@ def apart(parts: list[Any], root: Any) -> bool:
     """Whether it is certain that no value fits two of ``parts``, schemas in the document ``root``."""
     if len(parts) > _PARTS:
         return False
-    found = [_Part.of(_resolved(part, root), root) for part in parts]
+    found = [_Part.of(_sound(_resolved(part, root)), root) for part in parts]
     return all(_apart(one, other) for one, other in combinations(found, 2))
 
 
@@ -52,6 +52,11 @@ def _apart(one: _Part, other: _Part) -> bool:
     if one.kinds and other.kinds and not one.kinds & other.kinds:
         return True
     return any(one.told[name].isdisjoint(other.told[name]) for name in one.told.keys() & other.told.keys())
+
+
+def _sound(part: Any) -> Any:
+    """Without words that say nothing; whoever reads the part itself tells of them."""
+    return well_formed(part, lambda *told: None) if isinstance(part, dict) else part
 
 
 def _resolved(part: Any, root: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from toolkit.engine.constraints.grammar_format import beyond
-from toolkit.engine.constraints.grammar_schema import fitted
+from toolkit.engine.constraints.grammar_format import check_held
+from toolkit.errors import UsageError
 from toolkit.serve.fields.strict import Strict
 
 Schema = dict[str, Any] | bool
@@ -45,8 +45,11 @@ class ResponseFormat(Strict):
     def _held_to(self) -> ResponseFormat:
         """Looked at here, for behind a thought or beside tools the engine sees a part of a larger grammar."""
         asked = self.json_schema
-        if asked is not None and asked.strict is not False and (lost := fitted(asked.schema_)[1]):
-            raise ValueError(beyond("the json_schema", lost))
+        if asked is not None and asked.strict is not False:
+            try:
+                check_held("the json_schema", asked.schema_)
+            except UsageError as error:
+                raise ValueError(str(error)) from error
         return self
 
     def rule(self) -> dict[str, Any] | None:

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from toolkit.configs.checks import shown
-from toolkit.engine.constraints.grammar_format import beyond
-from toolkit.engine.constraints.grammar_schema import fitted
+from toolkit.engine.constraints.grammar_format import check_held
+from toolkit.errors import UsageError
 from toolkit.serve.fields.strict import Strict
 
 NAME = r"^[A-Za-z0-9_.-]{1,128}$"
@@ -29,8 +29,11 @@ class Function(Hinted):
 
     @model_validator(mode="after")
     def _held_to(self) -> Function:
-        if self.strict and (lost := fitted(self.parameters)[1]):
-            raise ValueError(f"strict: {beyond('the schema of the parameters', lost)}")
+        if self.strict:
+            try:
+                check_held("the schema of the parameters", self.parameters)
+            except UsageError as error:
+                raise ValueError(f"strict: {error}") from error
         return self
 
 
