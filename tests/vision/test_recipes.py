@@ -151,7 +151,9 @@ def test_patches_that_become_one_token_are_all_there(name: str, part: str) -> No
         get(name).build(Fields(config))
 
 
-@pytest.mark.parametrize("name", ["glm4v", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize(
+    "name", ["glm4v", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"]
+)
 def test_patches_are_of_the_size_that_the_tower_reads(name: str) -> None:
     """Of others a picture would have more rows than places, and some of them would be left out."""
     tiny, make = get(name).tiny[0], get(name).recipe
