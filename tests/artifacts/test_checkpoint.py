@@ -340,3 +340,23 @@ def test_two_sets_of_weights_are_not_guessed_between(model: Path) -> None:
 def test_engine_artifact_is_no_checkpoint(model: Path) -> None:
     (model / "engine.json").write_text("{}")
     refused(model, "engine artifact")
+
+
+def test_adapters_and_shadows_of_macos_are_no_weights(tiny_models: Any, tmp_path: Path) -> None:
+    source = tiny_models("llama")
+    shutil.copytree(source, tmp_path / "old")
+    tensors = load_file(source / "model.safetensors")
+    (tmp_path / "old" / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "old" / "pytorch_model.bin")
+    save_file({"lora_A.weight": torch.ones(2, 2)}, tmp_path / "old" / "adapter_model.safetensors")
+    assert open_checkpoint(tmp_path / "old").names() == open_checkpoint(source).names()
+    shutil.copytree(source, tmp_path / "copied")
+    (tmp_path / "copied" / "model.safetensors").rename(tmp_path / "copied" / "weights.safetensors")
+    (tmp_path / "copied" / "._weights.safetensors").write_bytes(b"\0\5\26\7")
+    assert open_checkpoint(tmp_path / "copied").names() == open_checkpoint(source).names()
+
+
+def test_a_folder_with_a_gguf_file_says_so(tmp_path: Path) -> None:
+    (tmp_path / "tiny-Q4_0.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ToolkitError, match=r"expected config.json in it; give .* or the file tiny-Q4_0\.gguf in it"):
+        open_checkpoint(tmp_path)

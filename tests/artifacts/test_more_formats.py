@@ -742,3 +742,24 @@ def test_intels_name_of_auto_round(tmp_path: Path) -> None:
     weight = group_int(5)
     stated = auto_round.config({NAME: layout_of(weight)}) | {"quant_method": "intel/auto-round"}
     assert same(read_back(tmp_path, auto_round.write_linear(NAME, weight), stated), weight)
+
+
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_files_beside_configs_of_older_programs(method: str, name: str, tmp_path: Path) -> None:
+    """AutoGPTQ's and AutoAWQ's of 2023, whose config.json says nothing."""
+    weight = group_int(7, least_zero=1)
+    if method == "gptq":
+        tensors = gptq.write_linear(NAME, weight, version=1)
+        told = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False, "sym": False}
+    else:
+        tensors = awq.write_linear(NAME, weight)
+        told = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    (tmp_path / name).write_text(json.dumps(told))
+    assert same(read_back(tmp_path, tensors, None), weight)
+    assert open_checkpoint(tmp_path).model_format == method
+    (tmp_path / name).write_text('{"bits": 5, "group_size": 32}')
+    with pytest.raises(ToolkitError, match="bits: expected one of"):
+        read_back(tmp_path, tensors, None)
+    (tmp_path / name).write_text('{"mode": "dynamic"}')  # onnx's, say
+    assert open_checkpoint(tmp_path).quantization is None

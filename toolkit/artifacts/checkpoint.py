@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.manifest import check_tensors, read_manifest
+from toolkit.artifacts.quantization import with_quantization
 from toolkit.artifacts.weight_files.find import INDEX, file_headers, find_weights
 from toolkit.artifacts.weight_files.meta_llama import is_meta_llama, open_meta_llama
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.registry import LANGUAGE_PARTS, find_family
+from toolkit.models.registry import find_family
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,14 +32,6 @@ if TYPE_CHECKING:
 
 HEADLESS_MARK = "embed_tokens.weight"
 _ID = re.compile(r"[0-9]{1,9}")
-_SIDE = "hf_quant_config.json"
-# What others call a format of ours; FBGEMM's float8 has one scale a row, and bounds that are not needed.
-_OTHER_NAMES = {
-    "fbgemm_fp8": "fp8",
-    "intel/auto-round": "auto-round",
-    "modelopt_fp4": "modelopt",
-    "modelopt_mixed": "modelopt",
-}
 _FORMAT_NAMES = {None: "hf", "smooth_quant": "w8a8"}  # quant_method → model_format, where they are spelled differently
 
 
@@ -176,7 +169,11 @@ def check_directory(path: Path) -> None:
     """Raise ToolkitError unless ``path`` is a model directory at first sight: it has a config.json or engine.json, or
     Meta's files."""
     if not any((path / name).is_file() for name in ("config.json", "engine.json")) and not is_meta_llama(path):
-        raise ToolkitError(f"{path}: expected config.json in it; give the directory of a Hugging Face checkpoint")
+        files = sorted(path.glob("*.gguf"))
+        advice = f"or the file {files[0].name} in it" if files else "or a .gguf file"
+        raise ToolkitError(
+            f"{path}: expected config.json in it; give the directory of a Hugging Face checkpoint, {advice}"
+        )
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -184,53 +181,7 @@ def read_config(path: Path) -> dict[str, Any]:
     check_directory(path)
     if is_meta_llama(path):
         return open_meta_llama(path)[0]
-    config_path = path / "config.json"
-    config = _with_quantization(read_json_object(config_path))
-    quantization = config.get("quantization_config")
-    if quantization is None and (path / _SIDE).is_file():
-        config = _with_quantization(config | _beside(path / _SIDE))
-        quantization = config.get("quantization_config")
-    if quantization is not None and not isinstance(quantization, dict):
-        raise ToolkitError(f"{config_path}: quantization_config: expected an object, found {quantization!r:.60}")
-    if quantization is not None and not isinstance(quantization.get("quant_method"), str):
-        raise ToolkitError(
-            f"{config_path}: quantization_config.quant_method: expected a name, "
-            f"found {quantization.get('quant_method')!r:.60}"
-        )
-    return _with_token_ids(path, config)
-
-
-def _with_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """``config`` with what it says of quantization at the top, where peers look for it too: in the language model's
-    part, and as compressed-tensors called it at first."""
-    names = ("quantization_config", "compression_config")
-    for holder in ("", *LANGUAGE_PARTS):
-        part = config.get(holder) if holder else config
-        if not isinstance(part, dict):
-            continue
-        found = next((part[name] for name in names if part.get(name) is not None), None)
-        if found is not None:
-            found = _by_our_name(found)
-            rest = {key: value for key, value in part.items() if key not in names}
-            return (rest if not holder else {**config, holder: rest}) | {"quantization_config": found}
-    return config
-
-
-def _by_our_name(quantization: Any) -> Any:
-    """``quantization_config`` with a ``quant_method`` that is another name of a format by the format's own."""
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    ours = _OTHER_NAMES.get(method.lower()) if isinstance(method, str) else None
-    return quantization if ours is None else {**quantization, "quant_method": ours}
-
-
-def _beside(file: Path) -> dict[str, Any]:
-    """What older releases of Model Optimizer wrote into a file of its own, as config.json has it since."""
-    found = read_json_object(file).get("quantization")
-    if not isinstance(found, dict):
-        raise ToolkitError(f"{file}: quantization: expected an object, found {found!r:.60}")
-    if found.get("quant_algo") is None:  # all weights are dense
-        return {}
-    return {"quantization_config": {**found, "quant_method": "modelopt"}}
+    return _with_token_ids(path, with_quantization(read_json_object(path / "config.json"), path))
 
 
 def _with_token_ids(path: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,10 @@ PICKLED = (".bin", ".pth", ".pt")  # how names of files of torch.save end
 _PICKLED_INDEX = "pytorch_model.bin.index.json"
 # Of torch.save, the first of these that is there: as transformers names them, as Meta does, whatever there is.
 _PICKLED_NAMES = ("pytorch_model.bin", "pytorch_model-*.bin", "consolidated.*.pth", "*.bin", "*.pth", "*.pt")
-# What a training leaves beside the weights.
-_OTHERS = ("training_args", "optimizer", "scheduler", "rng_state", "random_states", "adapter_model", "trainer_state")
+# What a training leaves beside the weights, and macOS beside every file it copies.
+_OTHERS = (
+    ".", "adapter_model", "optimizer", "random_states", "rng_state", "scheduler", "trainer_state", "training_args"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def find_weights(directory: Path) -> WeightFiles:
         return WeightFiles([], directory / INDEX)
     if (directory / "model.safetensors").is_file():
         return WeightFiles([directory / "model.safetensors"])
-    if files := sorted(directory.glob("*.safetensors")):
+    if files := _safetensors(directory):
         return WeightFiles(files)
     index = directory / _PICKLED_INDEX
     return WeightFiles(pickled_weights(directory), index if index.is_file() else None)
@@ -44,13 +46,17 @@ def find_weights(directory: Path) -> WeightFiles:
 
 def pickled_weights(directory: Path) -> list[Path]:
     """What torch.save wrote of the model in a directory, by name; none where safetensors are there."""
-    if any(directory.glob("*.safetensors")):
+    if _safetensors(directory):
         return []
     for pattern in _PICKLED_NAMES:
         files = [f for f in sorted(directory.glob(pattern)) if f.is_file() and not f.name.startswith(_OTHERS)]
         if files:
             return files
     return []
+
+
+def _safetensors(directory: Path) -> list[Path]:
+    return [file for file in sorted(directory.glob("*.safetensors")) if not file.name.startswith(_OTHERS)]
 
 
 def file_headers(files: Sequence[Path]) -> Iterator[tuple[Path, dict[str, TensorInfo]]]:
