@@ -68,7 +68,9 @@ class OpenAI(BaseHTTPRequestHandler):
                 self.event({"error": {"message": "the engine failed"}})
                 return
         self.now.remove(self)
-        self.event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": asked["max_tokens"]}})
+        usage: Any = {"prompt_tokens": 7, "completion_tokens": asked["max_tokens"]}
+        odd = {"text": "many", "list": [], "huge": {"prompt_tokens": -1, "completion_tokens": 10**12}}
+        self.event({"choices": [], "usage": next((odd[name] for name in odd if f"odd {name}" in text), usage)})
         self.wfile.write(b"data: [DONE]\n\n")
 
     def event(self, data: Any) -> None:
@@ -93,6 +95,13 @@ def run_one(client: Client, text: str, tokens: int = 8) -> RequestRecord:
         return client.record(await client.run(TextAsk(text, tokens)))
 
     return asyncio.run(go())
+
+
+@pytest.mark.parametrize("kind", ["text", "list", "huge"])
+def test_usage_that_cannot_be_counts_as_none(server: Any, kind: str) -> None:
+    record = run_one(Client(f"{server[0]}/v1/", None, "chat", "secret", {}), f"odd {kind}")
+    assert (record.error, record.input_tokens) == (None, 0)
+    assert [count for _, count in record.arrivals] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])

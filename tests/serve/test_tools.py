@@ -175,6 +175,8 @@ def test_strict_functions_are_guided_with_auto(start: Any) -> None:
     assert server.engine.seen[0][1].response_format["structural_tag"]["format"]["type"] == "dispatch"
     ask(server, ONE)
     assert server.engine.seen[1][1].response_format is None
+    bare = [{"type": "function", "function": {"name": "now", "strict": True}}]  # one that takes nothing
+    assert ask(server, TWO, tools=bare)[0]["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "now"
 
 
 @pytest.mark.parametrize(

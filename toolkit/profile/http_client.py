@@ -18,6 +18,7 @@ from toolkit.profile.metrics import RequestRecord
 
 Endpoint = Literal["completions", "chat"]
 CONNECT_S = 10.0
+MOST_TOKENS = 1 << 24  # of one answer or prompt, beyond which no server tells the truth
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ class Client:
                         pieces.append((when, len(text)))
         except (_Refused, h11.RemoteProtocolError, ValueError, TypeError, AttributeError) as error:
             record.error = record.error or _why(error)
-        record.input_tokens = int(usage.get("prompt_tokens") or 0)
-        record.arrivals = spread(pieces, int(usage.get("completion_tokens") or len(pieces)))
+        record.input_tokens = _count(usage, "prompt_tokens") or 0
+        record.arrivals = spread(pieces, _count(usage, "completion_tokens") or len(pieces))
         if not record.arrivals and record.error is None:
             record.error = "the answer was empty"
         return record
@@ -130,6 +131,12 @@ def spread(pieces: list[tuple[float, int]], tokens: int) -> list[tuple[float, in
         given += share
         found.append((when, 1 + share))
     return found
+
+
+def _count(usage: Any, field: str) -> int | None:
+    """A number of tokens that a server tells, None where it tells none that can be."""
+    found = usage.get(field) if isinstance(usage, dict) else None
+    return found if isinstance(found, int) and 0 <= found <= MOST_TOKENS else None
 
 
 class _Refused(Exception):

@@ -29,7 +29,7 @@ class Function(Hinted):
 
     @model_validator(mode="after")
     def _held_to(self) -> Function:
-        if self.strict:
+        if self.strict and self.parameters is not None:  # without, it takes none
             try:
                 check_held("the schema of the parameters", self.parameters)
             except UsageError as error:
