@@ -29,6 +29,7 @@ OWN = {
     "deepseek_v3": dict(num_attention_heads=128),
     "ernie4_5_moe": dict(moe_num_experts=4, moe_k=2),
     "codegen": dict(num_attention_heads=16),
+    "gpt_neo": dict(num_hidden_layers=24),
     "gptj": dict(num_attention_heads=16),
     "helium": dict(num_attention_heads=20),
     "mamba2": dict(num_heads=32),

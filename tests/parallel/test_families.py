@@ -77,7 +77,7 @@ WIDER = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
 DEEPER = {"num_hidden_layers": 4}
 NOT_WIDER = """bamba chatglm cogvlm dbrx glm4v_9b granitemoehybrid lara_mini nemotron_h phi3 qwen2_5_vl qwen2_vl qwen3_5
     qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen3_vl qwen3_vl_moe""".split()
-NOT_DEEPER = "aya_vision chatglm glm4v_9b ministral".split()
+NOT_DEEPER = "aya_vision chatglm glm4v_9b gpt_neo ministral".split()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 
-def write_adapter(path: Path, model: Path, targets: str, rank: int = 4, seed: int = 1, **config: Any) -> Path:
-    """An adapter of the modules whose names match ``targets`` (a regular expression); ``config``: further fields."""
+def write_adapter(
+    path: Path,
+    model: Path,
+    targets: str,
+    rank: int = 4,
+    seed: int = 1,
+    turned: Container[str] = (),
+    **config: Any,
+) -> Path:
+    """An adapter of the modules whose names match ``targets`` (a regular expression). ``turned``: those that stand as
+    [in, out]; ``config``: further fields."""
     weights = load_file(next(model.glob("*.safetensors")))
     g = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, w in weights.items():
         module = name.removesuffix(".weight")
+        w = w.T if module in turned else w
         prefix = f"base_model.model.{module}"
         if module.rpartition(".")[2] in (config.get("modules_to_save") or ()):
             tensors[f"{prefix}.weight"] = w + torch.randn(w.shape, generator=g) * w.std() / 2

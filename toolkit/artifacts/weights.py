@@ -238,7 +238,7 @@ def load_stored(checkpoint: Checkpoint, item: StoredTensor) -> tuple[Weight | Te
     if len(item.matrix) == 1:
         return found.reshape(-1), checkpoint.tensor(item.bias_name).reshape(-1) if item.bias else None
     found = found.reshape(item.shape).transpose(-1, -2) if item.transposed else found
-    found = found.reshape(item.matrix)
+    found = found.reshape(item.matrix).contiguous()
     if item.unit_rows:
         found = (found / found.float().norm(dim=-1, keepdim=True).clamp(min=1e-12)).to(found.dtype)
     return Dense(found), _bias(checkpoint, item)

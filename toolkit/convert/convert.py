@@ -105,7 +105,7 @@ def convert(
     if others := left_out(checkpoint, stored, mtp):
         log.warning("%s", others)
     asked = options.head_bits
-    if spec.encoder is not None and chosen.head_bits is not None:
+    if spec.encodes and chosen.head_bits is not None:
         asked = asked or 16  # no head is multiplied: rows of the embedding are looked up, at no cost of their own
     bits = Bits(_head_bits(chosen, asked), _vision_bits(chosen, spec, options.vision))
     _check_policy(options.quant_policy, spec, chosen)
@@ -163,7 +163,7 @@ def _measured(
     whether a tokenizer was opened for it."""
     quality: dict[str, Any] = {}
     tokenizer = cache(partial(Tokenizer.open, checkpoint.tokenizer_dir))
-    if artifact.target == CPU_TARGET and bits.head != 16 and artifact.spec.encoder is None:
+    if artifact.target == CPU_TARGET and bits.head != 16 and not artifact.spec.encodes:
         from toolkit.convert.head_cost import head_cost
 
         figures = head_cost(artifact, checkpoint, stored, tokenizer)
@@ -189,7 +189,7 @@ def _check_policy(policy: Any, spec: DecoderSpec, chosen: Target) -> None:
         return
     if policy != "auto":
         raise UsageError(f"--quant-policy: expected auto, found {policy!r}; others need no measure")
-    if spec.encoder is not None:
+    if spec.encodes:
         raise UsageError("--quant-policy: this model keeps nothing of a text; leave the option out")
     if chosen.name != CPU_TARGET:
         raise UsageError(f"--quant-policy: for target {CPU_TARGET}, this is {chosen.name}; leave the option out")

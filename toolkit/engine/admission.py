@@ -36,7 +36,7 @@ def check_request(request: EngineRequest, runner: Runner, max_len: int, session_
         if len(ids) and not 0 <= min(ids) <= max(ids) < vocab:
             wrong = next(i for i in ids if not 0 <= i < vocab)
             raise UsageError(f"{name}: token id {wrong} is outside the model's vocabulary of {vocab}")
-    if runner.spec.encoder is not None and request.only not in ("cls", "last", "mean"):
+    if runner.spec.encodes and request.only not in ("cls", "last", "mean"):
         raise UsageError(f"this model ({runner.spec.family}) {READS_ALONE}")
     if p.routes and not runner.spec.mixtures():
         raise UsageError("return_routed_experts: this model has no experts; leave it out")

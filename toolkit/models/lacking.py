@@ -25,9 +25,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
         "Gemma4ForCausalLM", "Gemma4AssistantForCausalLM", "Gemma4UnifiedForConditionalGeneration",
         "Gemma4UnifiedForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
     ),
-    "positions that are added to the embedding, learned or of sines": (
-        "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTNeoForCausalLM", "OPTForCausalLM", "OpenAIGPTLMHeadModel",
-        "BioGptForCausalLM", "XGLMForCausalLM", "CTRLLMHeadModel", "GitForCausalLM", "RobertaPreLayerNormForCausalLM",
+    "positions of sines that are added to the embedding, or norms behind each sum": (
+        "OpenAIGPTLMHeadModel", "BioGptForCausalLM", "XGLMForCausalLM", "CTRLLMHeadModel", "GitForCausalLM",
+        "RobertaPreLayerNormForCausalLM",
     ),
     "a norm behind the embedding": (
         "BloomForCausalLM", "NanoChatForCausalLM", "ModernBertDecoderForCausalLM",

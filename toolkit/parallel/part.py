@@ -48,7 +48,7 @@ def units_of(weights: Weights) -> Unit:
 
 def unsupported(spec: DecoderSpec, layout: Layout, unit: Unit) -> str | None:
     """Why the model cannot be split so, or None; asked before a weight is read."""
-    if spec.encoder is not None:
+    if spec.encodes:
         return "encoders run in one process"
     if spec.tied and spec.head_rows:
         return "its head is a part of its embedding"

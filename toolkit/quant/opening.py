@@ -77,7 +77,7 @@ def choose(source: LayerSource, common: Common) -> Selection:
 
 def read_text(source: LayerSource, common: Common) -> CalibrationText:
     """The text that the ``--calib-…`` options ask for, which are checked now. Raises UsageError."""
-    writes = source.spec.encoder is None
+    writes = not source.spec.encodes
     if not writes and common.calib_dataset == "self":
         raise UsageError(
             f"--calib-dataset: {source.path} reads texts and writes none; give a file of texts as it will read, or a "

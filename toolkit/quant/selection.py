@@ -46,7 +46,7 @@ def select(source: LayerSource, skip: Sequence[str] = (), include: Sequence[str]
     expression or fits nothing, a head that the model has not, and where nothing is left to quantize.
     """
     spec = source.spec
-    if head and (spec.encoder is not None or without_head(source.checkpoint.config, get(spec.family))):
+    if head and (spec.encodes or without_head(source.checkpoint.config, get(spec.family))):
         raise UsageError(f"--quantize-lm-head: {source.path} writes no text and has no head; leave the option out")
     modules = [item for items in source.stored for item in items if item.kind == "linear"]
     skipped, included = _fitting("--skip", skip, modules), _fitting("--include", include, modules)

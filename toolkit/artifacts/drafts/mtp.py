@@ -24,7 +24,7 @@ def read_mtp(
 ) -> Mtp | None:
     """As ``find_mtp``, checked. Raises ToolkitError, one line that names file and tensor, where the layer is of a kind
     that is not known, or a tensor is missing or of another shape."""
-    if built[0].encoder is not None:
+    if built[0].encodes:
         return None
     found = find_mtp(checkpoint, built, config, own)
     if found is not None:

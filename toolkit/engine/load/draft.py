@@ -188,7 +188,7 @@ def _unfit(spec: DecoderSpec) -> str:
     """Why a model cannot guess, "" if it can."""
     if any(group.kind == "state" for group in spec.cache_groups):
         return "keeps recurrent states, which cannot be cut back to the tokens that came true"
-    if spec.mask_token is not None or spec.encoder is not None or spec.mutual:
+    if spec.mask_token is not None or spec.encodes or spec.mutual:
         return "does not write a text token by token"
     return ""
 

@@ -28,11 +28,11 @@ def share_out(setup: Setup, runner: Runner, draft: OpenDraft | OpenHead | OpenMt
     _check_blocks(spec, config, config.block_size)
     patches = _patches(setup, spec.vision)
     longest = spec.max_position
-    if spec.encoder is not None:  # a text of as many tokens as it reads leaves no place for one that is drawn
-        longest += 1
+    if spec.encoder is not None:
+        longest += spec.encodes  # a text of as many tokens as it reads leaves no place for one that is drawn
         if (asked := config.session_len or 0) > longest:
             raise UsageError(
-                f"session_len: found {asked}, expected at most {longest}: this model reads {longest - 1} tokens"
+                f"session_len: found {asked}, expected at most {longest}: this model reads {spec.max_position} tokens"
             )
     texts = longest_text(setup.path)
     planned = partial(

@@ -29,8 +29,8 @@ def build(config: Fields) -> Built:
     return like_gptj(config, read_gpt_dims(config))
 
 
-def read_gpt_dims(config: Fields) -> Dims:
-    """The sizes by the names of GPT-2's config."""
+def read_gpt_dims(config: Fields, tied: bool = False) -> Dims:
+    """The sizes by the names of GPT-2's config. ``tied``: what its absence means."""
     width = config.integer("n_embd", "hidden_size")
     usual = {
         "hidden_size": width,
@@ -43,12 +43,12 @@ def read_gpt_dims(config: Fields) -> Dims:
         "num_key_value_heads": None,
         "head_dim": None,
     }
-    config.only(", as in all released models: the head has a bias", tie_word_embeddings=False)
-    return read_dims(config.changed(usual), eps=1e-5)
+    return read_dims(config.changed(usual), eps=1e-5, tied=tied)
 
 
 def like_gptj(config: Fields, dims: Dims, fused: tuple[Fused, ...] = ()) -> Built:
     """GPT-J, or CodeGen, whose q, k and v stand in one matrix."""
+    config.only(", as in all released models: the head has a bias", tie_word_embeddings=False)
     act = config.activation("activation_function", default="gelu_new")
     turned = config.integer("rotary_dim", default=64, high=dims.head_dim)
     return llama_like(

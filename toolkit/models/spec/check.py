@@ -44,10 +44,11 @@ def check_spec(spec: DecoderSpec) -> None:
     sound.expect(
         "mutual", not spec.mutual or alone, spec.mutual, "one answer of all layers, that are attention and MLPs"
     )
-    sound.expect("mutual", not spec.mutual or spec.encoder is not None, spec.mutual, "false without an encoder")
+    sound.expect("mutual", not spec.mutual or spec.encodes, spec.mutual, "false without an encoder")
     if spec.encoder is not None:
         spec.encoder.check(spec.max_position)
-        sound.expect("encoder", spec.tied and spec.vision is None, "a head or a tower", "neither")
+        alone = spec.vision is None and (spec.tied or spec.encoder.writes)
+        sound.expect("encoder", alone, "a head or a tower", "neither")
     crosses = any(mixer.kind == "cross" for _, mixer in spec.mixers())
     sound.expect("crossed", crosses == (spec.vision is not None and spec.vision.crossed), crosses, "cross layers alike")
     sound.norm(spec.final_norm, spec.hidden_size)

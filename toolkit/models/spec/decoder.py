@@ -179,11 +179,16 @@ class DecoderSpec:
         """Those of ``keepers`` that keep rows of each token."""
         return [(layer, group, kept) for layer, group, kept in self.keepers() if not isinstance(kept, State)]
 
+    @property
+    def encodes(self) -> bool:
+        """Whether it reads texts as wholes and writes none."""
+        return self.encoder is not None and not self.encoder.writes
+
     def keeps_keys(self) -> bool:
         """Whether every row that is kept of a token is keys and values, as scales of a float8 cache are found for. Of
         an encoder's text nothing is kept: it goes through in one step."""
         rows = self.paged()
-        return self.encoder is None and bool(rows) and not any(kept.kind == "latent" for _, _, kept in rows)
+        return not self.encodes and bool(rows) and not any(kept.kind == "latent" for _, _, kept in rows)
 
     def ropes(self) -> list[RopeSpec]:
         """The different rotary embeddings, in order of appearance."""

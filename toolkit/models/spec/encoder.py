@@ -1,15 +1,17 @@
-"""What a model has that reads a text as a whole and writes none: BERT and what came of it."""
+"""What is added to the embeddings of tokens: in BERT and what came of it, which read a text as a whole and write none,
+and in decoders whose positions are learned (GPT-2)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from toolkit.base.record import later
 from toolkit.models.spec import sound
 
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """What such a model adds to the embeddings of tokens.
+    """What a model adds to the embeddings of tokens. ``writes``: it is a decoder.
 
     ``positions`` names a matrix of ``position_rows`` rows, of which a token at position p is given number p +
     ``offset``; ``types`` one of ``type_rows``, of which the tokens of a text are given number 0, and those of the
@@ -21,6 +23,7 @@ class EncoderSpec:
     offset: int = 0
     types: str | None = None
     type_rows: int = 0
+    writes: bool = later(False)
 
     def vectors(self, hidden: int) -> dict[str, int]:
         """Its parameters: name → numbers in it."""

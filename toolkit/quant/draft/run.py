@@ -50,7 +50,7 @@ def draft(
     _check(options)
     source = open_source(model, Common(), "draft")
     spec, work_dir = source.spec, Path(work_dir)
-    if spec.encoder is not None or spec.mask_token is not None:
+    if spec.encodes or spec.mask_token is not None:
         raise ToolkitError(f"{source.path}: a model that writes its text from left to right is needed")
     check_directory_target(work_dir, [source.path], overwrite)
     place = find_device(device)

@@ -116,7 +116,7 @@ def embed(
 
 
 def added_by(spec: DecoderSpec, outer: Mapping[str, Tensor]) -> Tensor | None:
-    """What an encoder adds to the tokens of texts that stand alone, [positions, hidden], or None. ``outer``: what
+    """What is added to the tokens of texts that stand alone, [positions, hidden], or None. ``outer``: what
     stands outside of layers."""
     encoder = spec.encoder
     if encoder is None or not (encoder.types or encoder.positions):

@@ -68,7 +68,7 @@ class Probe:
 
         Returns ``Before.figures`` and how they were taken.
         """
-        if self.spec.encoder is not None:
+        if self.spec.encodes:
             return self._likeness(weights)
         found = Before()
         weights = _widened(weights, self.spec.head)

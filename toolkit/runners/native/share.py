@@ -82,7 +82,7 @@ class Share:
 
 def unsupported(spec: DecoderSpec, ranks: int) -> str | None:
     """Why the native runner cannot split the model over so many ranks, or None."""
-    if spec.encoder is not None:
+    if spec.encodes:
         return "encoders run in one process"
     for layer, mixer in spec.mixers():
         count, what = _least(mixer)
