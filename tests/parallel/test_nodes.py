@@ -149,6 +149,7 @@ def test_a_port_that_is_taken(door: Door, port: int) -> None:
     ({}, "dist_init_addr: found nothing, expected HOST:PORT"),
     ({"dist_init_addr": "a:99999"}, "expected HOST:PORT"),
     ({"dist_init_addr": "a"}, "expected HOST:PORT"),
+    ({"dist_init_addr": "a:²"}, "dist_init_addr: found a:², expected HOST:PORT"),
     ({"master_addr": "a"}, "expected HOST:PORT"),
     ({"master_addr": "a", "dist_init_addr": "a:1"}, "give one of them"),
     ({"master_addr": "a", "master_port": 0}, "master_port"),
@@ -195,6 +196,9 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
         check(TurbomindEngineConfig(tp=2))
     with pytest.raises(UsageError, match=r"WORLD_SIZE=2 \(torchrun\): tp=3 has 3 ranks; start as many"):
         check(PytorchEngineConfig(tp=3))
+    monkeypatch.setenv("MASTER_PORT", "²")
+    with pytest.raises(UsageError, match="MASTER_PORT=²; expected all that torchrun sets"):
+        check(PytorchEngineConfig(tp=2))
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(UsageError, match="RANK=1, MASTER_ADDR=::1, MASTER_PORT=None; expected all that torchrun sets"):
         check(PytorchEngineConfig(tp=2))

@@ -69,7 +69,7 @@ class Nodes:
             raise UsageError(f"node_rank: found {rank}, expected 0 to {count - 1} with nnodes={count}")
         address = address or _master()
         host, _, port = (address or "").rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise UsageError(
                 f"dist_init_addr: found {address or 'nothing'}, expected HOST:PORT of the first machine, "
                 f"the same on all, with nnodes={count} (or master_addr and master_port, or MASTER_ADDR and MASTER_PORT)"
@@ -86,7 +86,7 @@ class Nodes:
                 f"{WORLD_SIZE}={world} (torchrun): {layout} has {layout.world} ranks; start as many processes, "
                 f"or unset {WORLD_SIZE}"
             )
-        if not 0 <= rank < world or not host or not port.isdigit():
+        if not 0 <= rank < world or not host or not port.isdecimal():
             found = f"RANK={os.environ.get('RANK')}, MASTER_ADDR={host or None}, MASTER_PORT={port or None}"
             raise UsageError(f"{WORLD_SIZE}={world} (torchrun): found {found}; expected all that torchrun sets")
         store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
