@@ -11,8 +11,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,28 @@ def test_a_stranger_is_no_hindrance(door: Door, port: int, tiny_models: Any, mon
         two.sendall(b"\x00\x00\x00\x05hello")
         with pytest.raises(ToolkitError, match="not come to"):
             door.collect(2, about(Path(told.path), told, LAYOUT))
+
+
+def test_one_whose_bytes_come_one_by_one_is_turned_away(
+    door: Door, port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "GREET_SECONDS", 1.0)
+    monkeypatch.setattr(module, "COME_SECONDS", 1.5)
+    with socket.create_connection(("127.0.0.1", port)) as slow:
+        slow.sendall(b"\x00\x00\x00\x14")
+
+        def drip() -> None:
+            with suppress(OSError):  # it is hung up
+                for _ in range(20):
+                    slow.sendall(b"x")
+                    time.sleep(0.5)
+
+        thread, begun = threading.Thread(target=drip), time.monotonic()
+        thread.start()
+        with pytest.raises(ToolkitError, match="not come to"):
+            door.collect(2, {})
+        assert time.monotonic() - begun < 6 and "somebody at 127.0.0.1 was turned away" in caplog.text
+        thread.join()
 
 
 def test_one_that_will_not_come_is_not_waited_for(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:

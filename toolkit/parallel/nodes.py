@@ -13,8 +13,10 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
@@ -189,9 +191,11 @@ class Door:
         found: dict[int, tuple[Connection, dict[str, Any]]] = {}
         until = time.monotonic() + COME_SECONDS
         while missing := sorted(wanted - set(found)):
-            left = max(0.01, until - time.monotonic())
-            self._socket.settimeout(left if failed is None else min(left, ASK_SECONDS))
+            left = until - time.monotonic()
+            self._socket.settimeout(max(0.01, left if failed is None else min(left, ASK_SECONDS)))
             try:
+                if left <= 0:  # also where strangers come one after the other
+                    raise TimeoutError
                 sock, peer = self._socket.accept()
             except TimeoutError:
                 if why := failed() if failed is not None else "":
@@ -219,7 +223,9 @@ class Door:
     def _greet(self, sock: socket.socket) -> tuple[Connection, dict[str, Any]]:
         sock.settimeout(None)
         limit(sock, GREET_SECONDS)
-        pipe = Connection(sock.detach())
+        pipe = Connection(os.dup(sock.fileno()))
+        late = threading.Timer(GREET_SECONDS, _hang_up, [sock])  # for one whose bytes come one by one
+        late.start()
         try:
             deliver_challenge(pipe, self._key)
             answer_challenge(pipe, self._key)
@@ -227,10 +233,18 @@ class Door:
         except BaseException:
             pipe.close()
             raise
+        finally:
+            late.cancel()
+            sock.close()
         return pipe, hello
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with suppress(OSError):  # it has gone by itself
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _unlike(own: dict[str, Any], hello: dict[str, Any]) -> str:
