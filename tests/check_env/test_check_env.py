@@ -101,6 +101,7 @@ def test_links_are_what_the_system_says(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         for file, text in facts.items():
             (tmp_path / name / file).write_text(text + "\n")
+    (tmp_path / "bonding_masters").write_text("bond0\n")
     assert [(row["name"], row["up"], row["mbit_per_s"]) for row in links(tmp_path)] == [
         ("lo", True, None),
         ("eth0", True, 1000),
