@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,18 @@ def test_free_memory_is_psutils_where_the_kernel_does_not_tell(monkeypatch: pyte
 
     monkeypatch.setattr(Path, "read_text", read)
     assert told == pytest.approx(host_memory.free_host_bytes(), rel=0.2)
+
+
+def test_a_gpu_that_has_no_room_to_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(index: int) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    facts = SimpleNamespace(name="GPU", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
+    found = {"is_available": lambda: True, "device_count": lambda: 1, "get_device_properties": lambda index: facts}
+    for name, value in (found | {"mem_get_info": refused, "get_device_capability": lambda device: (9, 0)}).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    row = machine.gpus()[0]
+    assert row["capability"] == "9.0" and row["total_gib"] == 80 and row["free_gib"] == 0
 
 
 def test_links_are_what_the_system_says(tmp_path: Path) -> None:
