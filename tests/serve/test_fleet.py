@@ -545,12 +545,13 @@ def test_options_for_one_model_are_refused(given: dict[str, Any]) -> None:
         ServerSettings(**given).check(several=True)
 
 
-def test_options_about_pictures_are_told_to_each_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_options_of_answers_are_told_to_each_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "media_io_kwargs": '{"video": {"num_frames": 4}}',
         "limit_mm_per_prompt": '{"image": 2}',
         "allowed_media_domains": ["a.example"],
         "allow_private_media": True,
+        "grace_period": 120.0,
     }
     orders: list[Any] = []
 
