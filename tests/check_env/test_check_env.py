@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,18 @@ def test_free_memory_is_psutils_where_the_kernel_does_not_tell(monkeypatch: pyte
     assert told == pytest.approx(host_memory.free_host_bytes(), rel=0.2)
 
 
+def test_a_gpu_that_has_no_room_to_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(index: int) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    facts = SimpleNamespace(name="GPU", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
+    found = {"is_available": lambda: True, "device_count": lambda: 1, "get_device_properties": lambda index: facts}
+    for name, value in (found | {"mem_get_info": refused, "get_device_capability": lambda device: (9, 0)}).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    row = machine.gpus()[0]
+    assert row["capability"] == "9.0" and row["total_gib"] == 80 and row["free_gib"] == 0
+
+
 def test_links_are_what_the_system_says(tmp_path: Path) -> None:
     for name, facts in {
         "eth0": {"type": "1", "operstate": "up", "speed": "1000"},
@@ -101,6 +114,7 @@ def test_links_are_what_the_system_says(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         for file, text in facts.items():
             (tmp_path / name / file).write_text(text + "\n")
+    (tmp_path / "bonding_masters").write_text("bond0\n")
     assert [(row["name"], row["up"], row["mbit_per_s"]) for row in links(tmp_path)] == [
         ("lo", True, None),
         ("eth0", True, 1000),

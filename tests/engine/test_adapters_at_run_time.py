@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -350,6 +351,29 @@ def test_a_watched_folder_is_looked_at_again_when_the_engine_is_back(tmp_path: P
         watch.look()
         assert state.adapters == there
         engine.healthy = True
+
+
+def test_a_watched_folder_that_cannot_be_read_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = SimpleNamespace(healthy=True, adapters=SimpleNamespace(load=lambda *asked: None))
+    state = State(cast(AsyncEngine, engine))
+    watch = Watch(cast(ServerState, state), tmp_path)
+    (tmp_path / "tales").mkdir()
+    (tmp_path / "tales" / "adapter_config.json").write_text("{}")
+    watch.look()
+
+    def stale(folder: Path, pattern: str) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "glob", stale)
+        watch.look()
+        watch.look()
+    assert state.adapters == ("tales",) and caplog.text.count("cannot be read now (Stale file handle)") == 1
+    shutil.copytree(tmp_path / "tales", tmp_path / "verse")
+    watch.look()
+    assert state.adapters == ("tales", "verse")
 
 
 @pytest.mark.parametrize("dies", [False, True])

@@ -288,6 +288,17 @@ def test_ranks_that_find_another_model_do_not_begin(tiny_models: Any, monkeypatc
         NativeRanks(Model(str(path), options(), {}), 2)
 
 
+def test_ranks_that_do_not_start_leave_nothing_open(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> None:
+        raise ToolkitError("rank 1: not come")
+
+    monkeypatch.setattr(native_runner, "Ranks", refused)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ToolkitError, match=r"^rank 1: not come$"):
+        NativeRanks(Model(str(tiny_models("llama")), options(), {}), 2)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 def test_what_cannot_be_split_is_said_and_pytorch_stands_in(tiny_models: Any) -> None:
     model = Model(str(tiny_models("falcon")), options(), {})
     with pytest.raises(UsageError, match=r"tp=3: .* layer 0: 2 heads are fewer than 3 ranks; up to 2 would do"):

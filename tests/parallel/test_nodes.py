@@ -11,8 +11,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,28 @@ def test_a_stranger_is_no_hindrance(door: Door, port: int, tiny_models: Any, mon
             door.collect(2, about(Path(told.path), told, LAYOUT))
 
 
+def test_one_whose_bytes_come_one_by_one_is_turned_away(
+    door: Door, port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "GREET_SECONDS", 1.0)
+    monkeypatch.setattr(module, "COME_SECONDS", 1.5)
+    with socket.create_connection(("127.0.0.1", port)) as slow:
+        slow.sendall(b"\x00\x00\x00\x14")
+
+        def drip() -> None:
+            with suppress(OSError):  # it is hung up
+                for _ in range(20):
+                    slow.sendall(b"x")
+                    time.sleep(0.5)
+
+        thread, begun = threading.Thread(target=drip), time.monotonic()
+        thread.start()
+        with pytest.raises(ToolkitError, match="not come to"):
+            door.collect(2, {})
+        assert time.monotonic() - begun < 6 and "somebody at 127.0.0.1 was turned away" in caplog.text
+        thread.join()
+
+
 def test_one_that_will_not_come_is_not_waited_for(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     """As whoever has started it tells; here at the second question."""
     monkeypatch.setattr(module, "ASK_SECONDS", 0.05)
@@ -149,6 +173,7 @@ def test_a_port_that_is_taken(door: Door, port: int) -> None:
     ({}, "dist_init_addr: found nothing, expected HOST:PORT"),
     ({"dist_init_addr": "a:99999"}, "expected HOST:PORT"),
     ({"dist_init_addr": "a"}, "expected HOST:PORT"),
+    ({"dist_init_addr": "a:²"}, "dist_init_addr: found a:², expected HOST:PORT"),
     ({"master_addr": "a"}, "expected HOST:PORT"),
     ({"master_addr": "a", "dist_init_addr": "a:1"}, "give one of them"),
     ({"master_addr": "a", "master_port": 0}, "master_port"),
@@ -195,6 +220,9 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
         check(TurbomindEngineConfig(tp=2))
     with pytest.raises(UsageError, match=r"WORLD_SIZE=2 \(torchrun\): tp=3 has 3 ranks; start as many"):
         check(PytorchEngineConfig(tp=3))
+    monkeypatch.setenv("MASTER_PORT", "²")
+    with pytest.raises(UsageError, match="MASTER_PORT=²; expected all that torchrun sets"):
+        check(PytorchEngineConfig(tp=2))
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(UsageError, match="RANK=1, MASTER_ADDR=::1, MASTER_PORT=None; expected all that torchrun sets"):
         check(PytorchEngineConfig(tp=2))

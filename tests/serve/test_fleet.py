@@ -488,6 +488,30 @@ def test_what_lies_in_a_directory(tmp_path: Path) -> None:
     assert found[1].weight_bytes() == 7
 
 
+def test_a_folder_that_nobody_may_look_into_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As lost+found is, where models have a disk of their own."""
+    model(tmp_path / "one")
+    (tmp_path / "lost+found").mkdir()
+    stat, iterdir = os.stat, Path.iterdir
+
+    def refused(path: Any, **more: Any) -> os.stat_result:
+        if Path(path).parent.name == "lost+found":
+            raise PermissionError(13, "Permission denied")
+        return stat(path, **more)
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert [m.name for m in listed([], tmp_path)] == ["one"]
+
+    def shut(path: Path) -> Iterator[Path]:
+        if path == tmp_path:
+            raise PermissionError(13, "Permission denied")
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", shut)
+    with pytest.raises(UsageError, match=r"--models-dir .*: cannot be read \(Permission denied\)"):
+        listed([], tmp_path)
+
+
 @pytest.mark.parametrize(
     ("models", "aliases", "says"),
     [
@@ -521,12 +545,13 @@ def test_options_for_one_model_are_refused(given: dict[str, Any]) -> None:
         ServerSettings(**given).check(several=True)
 
 
-def test_options_about_pictures_are_told_to_each_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_options_of_answers_are_told_to_each_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "media_io_kwargs": '{"video": {"num_frames": 4}}',
         "limit_mm_per_prompt": '{"image": 2}',
         "allowed_media_domains": ["a.example"],
         "allow_private_media": True,
+        "grace_period": 120.0,
     }
     orders: list[Any] = []
 

@@ -540,6 +540,33 @@ def test_nodes_are_added_removed_and_ended() -> None:
     run(go)
 
 
+def test_a_node_that_is_removed_leaves_no_metrics() -> None:
+    """Nor does what it was answering meanwhile: others come at other addresses."""
+
+    async def go() -> None:
+        gate = asyncio.Semaphore(0)
+        nodes = [FakeNode(), FakeNode(models=("late",), go_on=gate)]
+        async with world(*nodes, allow_nodes_by_client=True, headers={"Content-Type": "application/json"}) as w:
+            url = w.nodes[1].url
+            await w.ask()
+            gate.release()
+            await w.ask(model="late")
+            w.nodes[1].status = 400
+            await w.ask(model="late")
+            w.nodes[1].status = 200
+            assert len(re.findall(rf'proxy:requests_total{{node="{url}"', (await w.client.get("/metrics")).text)) == 2
+            last = asyncio.create_task(w.ask(model="late"))
+            while len(w.nodes[1].posts) < 3:
+                await asyncio.sleep(0.01)
+            assert (await w.client.post(f"/nodes/remove?node_url={url}")).status_code == 200
+            gate.release()
+            assert (await last).status_code == 200
+            text = (await w.client.get("/metrics")).text
+            assert url not in text and f'request_seconds_count{{node="{w.nodes[0].url}"}} 1.0' in text
+
+    run(go)
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -13,6 +13,8 @@ def links(net: Path = NET) -> list[dict[str, Any]]:
     """Rows of name, up, mbit_per_s (None: it does not say), loopback; the loopback device first."""
     rows = []
     for device in sorted(net.iterdir()) if net.is_dir() else ():
+        if not device.is_dir():  # bonding_masters, a list of others
+            continue
         speed, state = _read(device / "speed"), _read(device / "operstate")
         loopback = _read(device / "type") == "772"  # ARPHRD_LOOPBACK
         known = speed.isdigit() and int(speed) > 0

@@ -116,7 +116,10 @@ def gpus() -> list[dict[str, Any]]:
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
+        try:
+            free, total = torch.cuda.mem_get_info(index)
+        except RuntimeError:  # others have taken all of it, or it is theirs alone: there is no room to ask
+            free, total = 0, properties.total_memory
         found.append(
             {
                 "index": index,

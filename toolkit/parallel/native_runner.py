@@ -84,22 +84,26 @@ class NativeRanks(RankedRunner):
         threads = max(1, total // here) if cores is None else min(map(len, cores))
         model = replace(model, options=replace(model.options, device="cpu", threads=threads))
         self._memory = os.memfd_create("toolkit-ranks")
-        self._cores = None if cores is None else cores[0]
-        local = NativeRank(opened, model, Share(0, world, self._memory))
-        self._local: NativeRank = local
-        self._weights, self._path = opened.weights, model.path
-        self._group: Any = _Meeting(local, world)
-        self.spec, self.options, self.dtype = opened.spec, local.options, local.dtype
-        self._here = here
-        on = "" if nodes is None else f" on {nodes.count} machines"
-        self.notes = [f"{world} ranks{on}, threads of each: {threads}; numbers of memory are of one rank"]
-        self.notes += crowded(here)
-        self._block_bytes = [
-            block_bytes(self.spec, self.options, self.dtype, Share(rank, world)) for rank in range(world)
-        ]
-        self._steps: deque[_Step] = deque()  # under way, in their order
-        self._lost = ""
-        self._ranks = Ranks(world, threads, "toolkit.parallel.native_worker", nodes, own)
+        try:
+            self._cores = None if cores is None else cores[0]
+            local = NativeRank(opened, model, Share(0, world, self._memory))
+            self._local: NativeRank = local
+            self._weights, self._path = opened.weights, model.path
+            self._group: Any = _Meeting(local, world)
+            self.spec, self.options, self.dtype = opened.spec, local.options, local.dtype
+            self._here = here
+            on = "" if nodes is None else f" on {nodes.count} machines"
+            self.notes = [f"{world} ranks{on}, threads of each: {threads}; numbers of memory are of one rank"]
+            self.notes += crowded(here)
+            self._block_bytes = [
+                block_bytes(self.spec, self.options, self.dtype, Share(rank, world)) for rank in range(world)
+            ]
+            self._steps: deque[_Step] = deque()  # under way, in their order
+            self._lost = ""
+            self._ranks = Ranks(world, threads, "toolkit.parallel.native_worker", nodes, own)
+        except BaseException:  # ranks of other machines have not come, say
+            self.close()
+            raise
         told = replace(model, options=replace(model.options, dtype=local.dtype))
         try:
             shared = {"memory": f"/proc/{os.getpid()}/fd/{self._memory}", "here": here, "store": None}

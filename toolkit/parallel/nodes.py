@@ -13,8 +13,10 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
@@ -69,7 +71,7 @@ class Nodes:
             raise UsageError(f"node_rank: found {rank}, expected 0 to {count - 1} with nnodes={count}")
         address = address or _master()
         host, _, port = (address or "").rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise UsageError(
                 f"dist_init_addr: found {address or 'nothing'}, expected HOST:PORT of the first machine, "
                 f"the same on all, with nnodes={count} (or master_addr and master_port, or MASTER_ADDR and MASTER_PORT)"
@@ -86,7 +88,7 @@ class Nodes:
                 f"{WORLD_SIZE}={world} (torchrun): {layout} has {layout.world} ranks; start as many processes, "
                 f"or unset {WORLD_SIZE}"
             )
-        if not 0 <= rank < world or not host or not port.isdigit():
+        if not 0 <= rank < world or not host or not port.isdecimal():
             found = f"RANK={os.environ.get('RANK')}, MASTER_ADDR={host or None}, MASTER_PORT={port or None}"
             raise UsageError(f"{WORLD_SIZE}={world} (torchrun): found {found}; expected all that torchrun sets")
         store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -189,9 +191,11 @@ class Door:
         found: dict[int, tuple[Connection, dict[str, Any]]] = {}
         until = time.monotonic() + COME_SECONDS
         while missing := sorted(wanted - set(found)):
-            left = max(0.01, until - time.monotonic())
-            self._socket.settimeout(left if failed is None else min(left, ASK_SECONDS))
+            left = until - time.monotonic()
+            self._socket.settimeout(max(0.01, left if failed is None else min(left, ASK_SECONDS)))
             try:
+                if left <= 0:  # also where strangers come one after the other
+                    raise TimeoutError
                 sock, peer = self._socket.accept()
             except TimeoutError:
                 if why := failed() if failed is not None else "":
@@ -219,7 +223,9 @@ class Door:
     def _greet(self, sock: socket.socket) -> tuple[Connection, dict[str, Any]]:
         sock.settimeout(None)
         limit(sock, GREET_SECONDS)
-        pipe = Connection(sock.detach())
+        pipe = Connection(os.dup(sock.fileno()))
+        late = threading.Timer(GREET_SECONDS, _hang_up, [sock])  # for one whose bytes come one by one
+        late.start()
         try:
             deliver_challenge(pipe, self._key)
             answer_challenge(pipe, self._key)
@@ -227,10 +233,18 @@ class Door:
         except BaseException:
             pipe.close()
             raise
+        finally:
+            late.cancel()
+            sock.close()
         return pipe, hello
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with suppress(OSError):  # it has gone by itself
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _unlike(own: dict[str, Any], hello: dict[str, Any]) -> str:

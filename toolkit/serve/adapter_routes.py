@@ -128,12 +128,20 @@ class Watch:
         self._state, self._folder = state, folder
         self._bad: dict[str, list[tuple[str, int, int]]] = {}  # files, their sizes and times then
         self._known: set[str] = set()
+        self._away = False  # the folder, at the last look
 
     def look(self) -> None:
         """Load what is new, unload what is gone. A name that a client has unloaded stays so while its folder stays."""
         if not self._state.engine.healthy:  # no adapter is to blame for that
             return
-        found = {path.parent.name: path.parent for path in sorted(self._folder.glob(f"[!.]*/{CONFIG}"))}
+        try:
+            found = {path.parent.name: path.parent for path in sorted(self._folder.glob(f"[!.]*/{CONFIG}"))}
+        except OSError as e:  # a disk that fails, a network's that is away: what is loaded stays
+            if not self._away:
+                log.warning("%s %s: cannot be read now (%s)", spelled("adapter_dir"), self._folder, e.strerror)
+            self._away = True
+            return
+        self._away = False
         for name in self._bad.keys() - found.keys():  # what comes back under the name is tried anew
             del self._bad[name]
         for name in self._known - found.keys():

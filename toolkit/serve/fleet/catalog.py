@@ -81,14 +81,18 @@ def _scanned(directory: Path) -> tuple[dict[str, Path], dict[str, tuple[Path, st
         raise UsageError(f"--models-dir {directory}: expected a directory")
     models: dict[str, Path] = {}
     adapters: dict[str, tuple[Path, str]] = {}
-    for path in sorted(directory.iterdir()):
+    try:
+        paths = sorted(directory.iterdir())
+    except OSError as error:
+        raise UsageError(f"--models-dir {directory}: cannot be read ({error.strerror})") from error
+    for path in paths:
         if path.name.startswith(".") or path.match(EYES):
             continue
-        if path.is_file() and path.suffix == ".gguf":
+        if os.path.isfile(path) and path.suffix == ".gguf":  # which one that may not be looked into does not fail
             models[path.stem] = path.resolve()
-        elif (path / CONFIG).is_file():
+        elif os.path.isfile(path / CONFIG):
             adapters[path.name] = (path.resolve(), _base_of(path / CONFIG))
-        elif any((path / mark).is_file() for mark in MODEL_MARKS):
+        elif any(os.path.isfile(path / mark) for mark in MODEL_MARKS):
             models[path.name] = path.resolve()
     return models, adapters
 

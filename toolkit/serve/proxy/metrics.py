@@ -35,6 +35,7 @@ class ProxyMetrics:
 
     def __init__(self, nodes: Nodes, of_models: bool = False) -> None:
         prefix, kind = (OF_MODELS, "model") if of_models else (PREFIX, "node")
+        self._kind = kind
         self.registry = CollectorRegistry()
         self.registry.register(_NodeCollector(nodes, prefix, kind))
         told = f"Answers by {kind} and status; 0: none came"
@@ -45,6 +46,15 @@ class ProxyMetrics:
         self.lent = Counter(prefix + "prompts", told, ["how"], registry=None if of_models else self.registry)
         told = f"Time of a {kind}'s whole answer"
         self.seconds = Histogram(prefix + "request_seconds", told, [kind], buckets=_SECONDS, registry=self.registry)
+
+    def forget(self, label: str) -> None:
+        """Tell no more of a node that is gone: where nodes come and go, each may have an address of its own."""
+        samples = [sample for metric in self.requests.collect() for sample in metric.samples]
+        statuses = {sample.labels["status"] for sample in samples if sample.labels[self._kind] == label}
+        for status in statuses:
+            self.requests.remove(label, status)
+        if statuses:
+            self.seconds.remove(label)
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""

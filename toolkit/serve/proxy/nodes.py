@@ -120,12 +120,13 @@ class Node:
 
 
 class Nodes:
-    """All nodes, by URL. ``file``: where they are kept over a restart."""
+    """All nodes, by URL. ``file``: where they are kept over a restart. ``on_end``: gets each that is forgotten."""
 
     def __init__(self, file: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._file = file
         self._clock = clock
         self._nodes: dict[str, Node] = {}
+        self.on_end: Callable[[Node], object] = lambda node: None
         if file is not None and file.exists():
             for url, kept in _read(file).items():
                 self._put(url, kept)
@@ -164,10 +165,11 @@ class Nodes:
 
     def remove(self, url: str) -> bool:
         """Whether there was one."""
-        found = self._nodes.pop(url.rstrip("/"), None) is not None
-        if found:
+        found = self._nodes.pop(url.rstrip("/"), None)
+        if found is not None:
+            self.on_end(found)
             self._write()
-        return found
+        return found is not None
 
     def drop_expired(self) -> None:
         """Forget those whose lease is over."""

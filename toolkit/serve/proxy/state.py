@@ -53,6 +53,7 @@ class ProxyState:
             self.nodes.add(checked(url, "--node"), trusted=True)
         self.strategy = strategy(settings.strategy)
         self.metrics = ProxyMetrics(self.nodes)
+        self.nodes.on_end = self._forget
         self.lanes = Lanes(settings.limits)
         self.id = secrets.token_hex(16)
         silence = settings.node_timeout or None
@@ -104,8 +105,14 @@ class ProxyState:
         finally:
             node.unfinished -= 1
             self.active.discard(task)
-            self.metrics.requests.labels(node.label, str(run.status)).inc()
-            self.metrics.seconds.labels(node.label).observe(self.clock() - began)
+            if node.name or self.nodes.find(node.url) is not None:
+                self.metrics.requests.labels(node.label, str(run.status)).inc()
+                self.metrics.seconds.labels(node.label).observe(self.clock() - began)
+
+    def _forget(self, node: Node) -> None:
+        """Tell no more of a node that is gone, but of a model, which goes under its name and comes back."""
+        if not node.name:
+            self.metrics.forget(node.label)
 
     def abort_all(self) -> None:
         """End every answer under way."""
