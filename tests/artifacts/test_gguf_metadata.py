@@ -236,6 +236,19 @@ def test_a_key_that_is_missing_or_spoilt_is_refused_or_changes_nothing(
             assert found == expected or harmless, (key, metadata.get(key))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_that_see_each_other(tied: bool, tiny_models: Any, tmp_path: Path) -> None:
+    rewrite(str(tiny_models("llama", tie_word_embeddings=tied)), tmp_path / "m.gguf", to="gguf", quiet=True)
+    container = read_container(tmp_path / "m.gguf")
+    metadata = container.metadata | {"llama.attention.causal": False}
+    known, spelling = family_of(tmp_path, metadata)
+    config = hf_config(tmp_path, known, spelling, metadata, container.tensors, {})
+    spec, stored = build(config)
+    assert spec.mutual and spec.encoder is not None and not any(item.kind == "head" for item in stored)
+    assert "model.norm" in {item.name for item in stored}
+    list(hf_tensors(tmp_path, spelling, container.tensors, spec, stored, config))
+
+
 def test_more_layers_than_can_be_are_refused_before_lists_of_them_are_made(tiny_models: Any, tmp_path: Path) -> None:
     rewrite(str(tiny_models("lfm2")), tmp_path / "m.gguf", to="gguf", quiet=True)
     container = read_container(tmp_path / "m.gguf")

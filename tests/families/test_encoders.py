@@ -17,10 +17,11 @@ from toolkit import PytorchEngineConfig, TurbomindEngineConfig, pipeline
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights, left_out
 from toolkit.convert.convert import convert
+from toolkit.convert.formats import rewrite
 from toolkit.convert.options import Packing
 from toolkit.engine.pooling import open_head
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.registry import get, load_spec, names, text_head
+from toolkit.models.registry import build, get, load_spec, names, text_head
 from toolkit.models.spec.check import check_spec
 from toolkit.quant.lite import Common, auto_awq, smooth_quant
 from toolkit.quant.options import Awq, SmoothQuant
@@ -305,3 +306,34 @@ def test_a_model_saved_without_its_head_embeds(family: str, tiny_models: Any, tm
     for config in (TurbomindEngineConfig(dtype="float32", device="cpu"), PytorchEngineConfig(dtype="float32")):
         with pipeline(str(tmp_path / "bare"), config) as pipe:
             np.testing.assert_allclose(pipe.get_embeddings([ids], normalize=False)[0], expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])  # qwen2's upper layers see a window
+def test_a_decoder_whose_tokens_see_each_other_is_an_encoder(
+    family: str, backend: str, tiny_models: Any, support: Any
+) -> None:
+    path = tiny_models(family, is_causal=False)
+    states, parts = reference(path, support), texts(9, 50)
+    expected = np.concatenate([states(part) for part in parts])
+    causal = states_of(opened(tiny_models(family), backend, support), parts)
+    assert np.abs(causal - expected).max() > 0.1, "the same either way"
+    np.testing.assert_allclose(states_of(opened(path, backend, support), parts), expected, **CLOSE)
+
+
+def test_what_cannot_see_both_ways_is_refused(tiny_models: Any, tmp_path: Path) -> None:
+    for family in ("gpt_oss", "deepseek_v3", "mamba2"):
+        config = json.loads((tiny_models(family) / "config.json").read_text())
+        with pytest.raises(ToolkitError, match="is_causal: found false, expected true"):
+            build({**config, "is_causal": False})
+    with pytest.raises(ToolkitError, match="gguf: encoders are not"):
+        rewrite(str(tiny_models("llama", is_causal=False)), tmp_path / "m.gguf", to="gguf", quiet=True)
+
+
+def test_the_user_may_say_that_tokens_see_each_other(tiny_models: Any) -> None:
+    ids, found = [list(range(7, 40))], []
+    for path, changes in ((tiny_models("llama", is_causal=False), None), (tiny_models("llama"), {"is_causal": False})):
+        with pipeline(str(path), TurbomindEngineConfig(dtype="float32", device="cpu", hf_overrides=changes)) as pipe:
+            found.append(pipe.get_embeddings(ids)[0])
+            assert "reads texts for embeddings" in str(pipe("hello").error_message)
+    np.testing.assert_array_equal(*found)

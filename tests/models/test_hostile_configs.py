@@ -107,6 +107,7 @@ FAMILY_BAD = [
     ("qwen3_next", "hidden_act", "gelu"),
     ("falcon_h1", "hidden_act", "gelu"),
     ("falcon_h1", "time_step_limit", [0.01, 0.1]),
+    ("mamba2", "time_step_limit", [0.01, 0.1]),
     ("internvl", "downsample_ratio", 0.3),
     ("llava", "vision_config", {"image_size": 10, "patch_size": 14}),
 ]

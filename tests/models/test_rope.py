@@ -9,6 +9,7 @@ import torch
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.positions import alibi_slopes, to_bfloat16
+from toolkit.models.registry import build
 from toolkit.models.rope import inv_freq, query_scale
 from toolkit.models.spec import QueryScale
 
@@ -144,6 +145,32 @@ def test_spellings_agree():
     assert specs[0] == specs[1] == specs[2]
     local = read_rope(Fields(per_type), head_dim=64, max_position=131072, layer_type="sliding_attention")
     assert (local.kind, local.theta) == ("default", 10000.0)
+
+
+def test_scaling_that_was_added_to_a_file_of_transformers_5_leaves_the_base():
+    added = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8192)
+    kept = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    read = [
+        read_rope(Fields(config), head_dim=HEAD_DIM, max_position=32768)
+        for config in (
+            {"rope_scaling": added, "rope_parameters": kept},
+            {"rope_scaling": added, "rope_parameters": {"full_attention": kept, "sliding_attention": LLAMA3}},
+            {"rope_parameters": {**kept, **added}},
+        )
+    ]
+    assert read[0] == read[1] == read[2] and (read[0].theta, read[0].rotary_dim) == (1e6, 32)
+    older = {"rope_scaling": added, "rope_theta": 5e5, "rope_parameters": kept}
+    assert read_rope(Fields(older), head_dim=HEAD_DIM, max_position=32768).theta == 5e5
+
+
+def test_scaling_that_was_added_leaves_the_rope_of_layers_that_slide():
+    own = {"rope_type": "default", "rope_theta": 5e4}
+    parameters = {"full_attention": {**own, "rope_theta": 1e6}, "sliding_attention": own}
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=6, num_attention_heads=1)
+    config = {"architectures": ["Gemma3ForCausalLM"], **sizes, "num_key_value_heads": 1, "max_position_embeddings": 99}
+    config |= {"rope_parameters": parameters, "rope_scaling": dict(rope_type="linear", factor=8.0)}
+    ropes = [attention.rope for _, attention in build(config)[0].attention_layers()]
+    assert [(rope.theta, rope.factor) for rope in ropes] == [(5e4, 1.0)] * 5 + [(1e6, 8.0)]
 
 
 def test_null_scaling_is_default():

@@ -16,7 +16,7 @@ from toolkit.artifacts.json_file import read_json, read_json_object, write_json_
 from toolkit.artifacts.weight_files.safetensors_file import map_arrays, widened
 from toolkit.base.record import plain, read
 from toolkit.errors import ToolkitError
-from toolkit.models.registry import find_family, text_head
+from toolkit.models.registry import find_family, is_causal, text_head
 from toolkit.models.spec import HeadActivation, HeadLayer, Pooling, TextHead
 
 if TYPE_CHECKING:
@@ -66,16 +66,22 @@ def find_head(directory: Path, pooling: Pooling | None = None) -> TextHead | Non
 
 def default_pooling(directory: Path) -> Pooling:
     """Where a folder says nothing: a reader's first token, a writer's last one."""
-    return "cls" if reads_alone(directory) else "last"
+    return "cls" if _told(directory)[0] else "last"
 
 
 def reads_alone(directory: Path) -> bool:
     """Whether the model in the folder writes no texts."""
+    return any(_told(directory))
+
+
+def _told(directory: Path) -> tuple[bool, bool]:
+    """(whether it is an encoder, whether it is a decoder whose tokens see each other both ways)."""
     config = directory / "config.json"
     try:
-        return find_family(read_json_object(config), str(config)).encodes
+        values = read_json_object(config)
+        return find_family(values, str(config)).encodes, not is_causal(values)
     except ToolkitError:
-        return False
+        return False, False
 
 
 def chat_options(directory: Path) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from toolkit.artifacts.formats.gguf_types import BLOCK_TYPES
 from toolkit.artifacts.formats.layout import FLOATS, Expected, dense
 from toolkit.errors import ToolkitError
 from toolkit.models.mtp import FURTHER
-from toolkit.models.registry import find_family, part_alone
+from toolkit.models.registry import find_family, is_causal, part_alone
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,9 +33,10 @@ _SCALED = (".act.scales", ".pre_quant_scale")
 CACHE_SCALES = (".k_scale", ".v_scale")  # how names of a float8 KV cache's scales end
 
 
-def validate_checkpoint(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> None:
+def validate_checkpoint(checkpoint: Checkpoint, stored: Iterable[StoredTensor], writes: bool = True) -> None:
     """Check from headers alone that every tensor is there, of the right shape and dtype, that group sizes divide, that
-    no layer, expert, head or scale is left over, and that a checkpoint which says that it is quantized is.
+    no layer, expert, head or scale is left over, and that a checkpoint which says that it is quantized is. ``writes``:
+    whether the model is asked for a head, by what the user changes in config.json.
 
     Raises ToolkitError, one line that names file and tensor, what was expected and what was found.
     """
@@ -43,7 +44,8 @@ def validate_checkpoint(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) 
     stored = list(stored)
     check_stored(checkpoint, stored)
     _check_left_over(checkpoint, stored)
-    _check_tied(checkpoint, stored)
+    if writes and is_causal(checkpoint.config):
+        _check_tied(checkpoint, stored)
     _check_activations(checkpoint)
     kv_alone = (checkpoint.quantization or {}).get("config_groups") == {}  # scales of the KV cache, dense weights
     if form is not None and not kv_alone:

@@ -102,6 +102,8 @@ def hf_tensors(
             names = [f"{layer}{gguf.names[stem]}"]
         if not names:
             raise _no_place(path, source, gguf)
+        if names == [spec.head] and spec.encoder is not None:
+            continue  # of a decoder that is no more than an encoder
         layout = layout_of(layer, stem)
         whole = next((x for x in singles if len(names) > 1 and [part.name for part in x.parts] == names), None)
         if whole is not None:

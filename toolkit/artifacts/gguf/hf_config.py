@@ -93,6 +93,7 @@ def hf_config(
         "intermediate_size": read.whole("feed_forward_length") if read.states("feed_forward_length") else hidden,
         "num_hidden_layers": layers,
         **({FURTHER: further} if further else {}),
+        **({"is_causal": False} if read.value("attention.causal") is False else {}),
         "num_attention_heads": heads,
         "num_key_value_heads": read.whole("attention.head_count_kv", heads) if attends else heads,
         "head_dim": head_dim,

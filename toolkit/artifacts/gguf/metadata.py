@@ -86,6 +86,8 @@ def _bounds(spec: DecoderSpec, gguf: Gguf) -> list[str]:
 def spelling(spec: DecoderSpec) -> Gguf | str:
     """Of its language model, or why there is none."""
     found = get(spec.family).gguf
+    if spec.encoder is not None and isinstance(found, Gguf):
+        return "encoders are not written to GGUF files yet, and this model's tokens see each other (is_causal)"
     if isinstance(found, Mmproj):
         assert spec.vision is not None
         found = found.text or get(spec.vision.language).gguf

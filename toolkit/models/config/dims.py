@@ -87,10 +87,11 @@ def layer_ropes(
 ) -> list[RopeSpec]:
     """The rope of each layer where those that slide have their own; files of before transformers 5 scale the others'
     alone. ``theta``, ``local_theta``: of both where the file does not say."""
-    read = partial(read_rope, config, head_dim=dims.head_dim, max_position=dims.max_position)
-    everywhere = read(default_theta=theta)
-    if config.has("rope_parameters") and not config.has("rope_scaling"):
-        local = read(default_theta=local_theta, layer_type="sliding_attention")
+    read = partial(read_rope, head_dim=dims.head_dim, max_position=dims.max_position)
+    everywhere = read(config, default_theta=theta)
+    if config.has("rope_parameters"):
+        own = config.changed({"rope_scaling": None})
+        local = read(own, default_theta=local_theta, layer_type="sliding_attention")
     else:
         local = RopeSpec(dims.head_dim, local_theta, max_position=dims.max_position)
     return [everywhere if window is None else local for window in windows]

@@ -36,6 +36,12 @@ class MambaDims:
         return self.inner + 2 * self.groups * self.state_size
 
 
+def check_unlimited(config: Fields) -> None:
+    """Raise ToolkitError for steps that are kept within bounds, as those of no released model are."""
+    if (limit := config.values.get("time_step_limit")) not in _NO_LIMIT:
+        config.fail("time_step_limit", limit, "none (0 to Infinity)")
+
+
 def read_mamba(config: Fields, hidden: int, *, inner: int | None = None) -> MambaDims:
     """Under the names that begin with ``mamba_``; ``inner``: numbers of all heads where no expansion states them."""
     heads = config.integer("mamba_n_heads", default=128, high=100_000)
@@ -46,8 +52,7 @@ def read_mamba(config: Fields, hidden: int, *, inner: int | None = None) -> Mamb
         config.fail("mamba_n_heads", heads, f"heads of {head_dim} that are {width} wide in all")
     groups = read_state_groups(config, heads, "mamba_n_groups", default=1)
     bias = config.flag("mamba_proj_bias", False)
-    if (limit := config.values.get("time_step_limit")) not in _NO_LIMIT:
-        config.fail("time_step_limit", limit, "none (0 to Infinity)")
+    check_unlimited(config)
     return MambaDims(
         heads,
         head_dim,

@@ -13,6 +13,7 @@ from toolkit.models.config.fields import MAX_POSITION, Fields
 from toolkit.models.spec.parts import ROPE_KINDS, RopeSpec
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+BESIDE = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")  # no part of how rope scales
 
 
 def read_rope(
@@ -30,9 +31,7 @@ def read_rope(
     ``max_position``: the config's ``max_position_embeddings``. ``aliases``: the family's own names for rope types.
     Raises ToolkitError for an unknown type, a missing or impossible number, or an odd rotary dimension.
     """
-    scaling = config.nested("rope_scaling") or config.inner("rope_parameters")
-    if any(t in scaling.values for t in LAYER_TYPES):
-        scaling = scaling.inner(layer_type)
+    scaling = _scaling(config, layer_type)
     theta = scaling.number("rope_theta", default=None, low=1.0)
     if theta is None:
         theta = config.number("rope_theta", default=default_theta, low=1.0)
@@ -68,6 +67,19 @@ def read_rope(
         return replace(rope, original_max_position=max_position, max_position=_stretched(max_position, rope.factor))
     rope = replace(rope, original_max_position=_original(scaling, config, max_position))
     return _llama3(rope, scaling) if kind == "llama3" else _yarn(rope, scaling)
+
+
+def _scaling(config: Fields, layer_type: str) -> Fields:
+    """``rope_scaling``, else ``rope_parameters``. Where the first was added by hand to a file of transformers 5, which
+    has the base in the second alone, what turns beside the scaling stays."""
+    added, own = config.nested("rope_scaling"), _of_layers(config.inner("rope_parameters"), layer_type)
+    if added is None:
+        return own
+    return _of_layers(added, layer_type).filled({x: own.values[x] for x in BESIDE if own.has(x) and not config.has(x)})
+
+
+def _of_layers(found: Fields, layer_type: str) -> Fields:
+    return found.inner(layer_type) if any(t in found.values for t in LAYER_TYPES) else found
 
 
 def read_sections(scaling: Fields, rotary_dim: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.models.config.dims import check_convolved, read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.mamba import MambaDims, fused_entry, mamba_layers, read_state_groups
+from toolkit.models.config.mamba import MambaDims, check_unlimited, fused_entry, mamba_layers, read_state_groups
 from toolkit.models.decoder import Built, assemble, rms_norm
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import Gguf, Metadata
@@ -44,6 +44,7 @@ def build(config: Fields) -> Built:
         bias,
     )
     check_convolved(config, "hidden_act")
+    check_unlimited(config)
     no_attention = {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": sizes.inner}
     stated = {"max_position_embeddings": LONGEST, **config.values, **no_attention}
     dims = read_dims(Fields(stated, config.source, config.prefix), eps=1e-5)
