@@ -309,11 +309,13 @@ def test_a_model_saved_without_its_head_embeds(family: str, tiny_models: Any, tm
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])  # qwen2's upper layers see a window
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "gemma3_text"])  # qwen2's upper layers see a window
 def test_a_decoder_whose_tokens_see_each_other_is_an_encoder(
     family: str, backend: str, tiny_models: Any, support: Any
 ) -> None:
-    path = tiny_models(family, is_causal=False)
+    """Gemma 3 by its own flag, as EmbeddingGemma has it."""
+    flags = {"use_bidirectional_attention": True} if family == "gemma3_text" else {"is_causal": False}
+    path = tiny_models(family, **flags)
     states, parts = reference(path, support), texts(9, 50)
     expected = np.concatenate([states(part) for part in parts])
     causal = states_of(opened(tiny_models(family), backend, support), parts)

@@ -176,3 +176,11 @@ def test_rope_scaling_overrides_both_spellings_alike(kind):
     spelled = ({"rope_theta": 1e6}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
     old, new = (build(apply_overrides({**named, **rope}, {"rope_scaling": kind}))[0] for rope in spelled)
     assert old == new and new.ropes()[0].theta == 1e6
+
+
+@pytest.mark.parametrize(
+    "name, family",
+    [("Gemma3TextModel", "gemma3_text"), ("Qwen3Model", "qwen3"), ("Qwen3ForSequenceClassification", "qwen3")],
+)
+def test_models_saved_without_their_head_are_found(name, family):
+    assert find_family({"architectures": [name]}).name == family

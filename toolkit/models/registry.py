@@ -135,7 +135,7 @@ def find_family(config: dict[str, Any], source: str = "config.json", own: Iterab
     """The family of a config, of ``own`` before all others. Raises ToolkitError that names those spelled nearly so."""
     model_type, architecture = config.get("model_type"), _architecture(config)
     spelled = {architecture} if isinstance(architecture, str) else set()
-    for end in ("Model", "ForSequenceClassification"):  # saved without its head, or with another
+    for end in ("TextModel", "Model", "ForSequenceClassification"):  # saved without its head, or with another
         spelled |= {name.removesuffix(end) + "ForCausalLM" for name in spelled if name.endswith(end)}
     for family in itertools.chain(own, _in_order(model_type if isinstance(model_type, str) else None)):
         if spelled.intersection(family.architectures) or (not architecture and model_type == family.name):
@@ -182,10 +182,10 @@ def build(config: dict[str, Any], source: str = "config.json", own: Iterable[Fam
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:
-    """Whether a decoder's tokens see those before them alone: not those of some models for embeddings (gte-Qwen2), by
-    a flag that transformers and vLLM go by too."""
+    """Whether a decoder's tokens see those before them alone: not those of some models for embeddings (gte-Qwen2,
+    EmbeddingGemma), by flags that transformers and vLLM go by too."""
     part = next((found for name in LANGUAGE_PARTS if isinstance(found := config.get(name), dict)), config)
-    return part.get("is_causal") is not False
+    return part.get("is_causal") is not False and part.get("use_bidirectional_attention") is not True
 
 
 def _both_ways(fields: Fields, spec: DecoderSpec) -> DecoderSpec:
@@ -205,9 +205,8 @@ def _both_ways(fields: Fields, spec: DecoderSpec) -> DecoderSpec:
         return replace(sublayer, mixer=replace(mixer, mutual=True, window=window))
 
     layers, groups = grouped(spec.changed(seeing).layers)
-    return replace(
-        spec, layers=layers, cache_groups=groups, encoder=EncoderSpec(), tied=True, head_bias=False, head_rows=0
-    )
+    added = replace(spec.encoder or EncoderSpec(), writes=False)
+    return replace(spec, layers=layers, cache_groups=groups, encoder=added, tied=True, head_bias=False, head_rows=0)
 
 
 def part_alone(config: dict[str, Any], family: Family) -> str | None:

@@ -144,7 +144,7 @@ def _open_checkpoint(path: Path, how: Reading) -> Opened:
     check_load_format(how.load_format, path, (checkpoint.quantization or {}).get("quant_method"))
     _check_format(path, how.model_format, checkpoint.model_format)
     spec, stored = load_spec(checkpoint, how.changed(checkpoint.config), how.families)
-    validate_checkpoint(checkpoint, stored, writes=spec.encoder is None)
+    validate_checkpoint(checkpoint, stored, writes=not spec.encodes)
     if line := left_out(checkpoint, stored, mtp_or_none(checkpoint, (spec, stored))):
         log.warning("%s", line)
     if how.blind:

@@ -102,7 +102,7 @@ def hf_tensors(
             names = [f"{layer}{gguf.names[stem]}"]
         if not names:
             raise _no_place(path, source, gguf)
-        if names == [spec.head] and spec.encoder is not None:
+        if names == [spec.head] and spec.encodes:
             continue  # of a decoder that is no more than an encoder
         layout = layout_of(layer, stem)
         whole = next((x for x in singles if len(names) > 1 and [part.name for part in x.parts] == names), None)

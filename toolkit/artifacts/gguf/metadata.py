@@ -86,7 +86,7 @@ def _bounds(spec: DecoderSpec, gguf: Gguf) -> list[str]:
 def spelling(spec: DecoderSpec) -> Gguf | str:
     """Of its language model, or why there is none."""
     found = get(spec.family).gguf
-    if spec.encoder is not None and isinstance(found, Gguf):
+    if spec.encodes and isinstance(found, Gguf):
         return "encoders are not written to GGUF files yet, and this model's tokens see each other (is_causal)"
     if isinstance(found, Mmproj):
         assert spec.vision is not None

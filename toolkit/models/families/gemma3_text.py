@@ -22,14 +22,16 @@ PATTERN, LOCAL_THETA = 6, 10_000.0  # every sixth layer sees everything
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, tied=True, head_dim=256, kv_heads=4)
-    config.only(" (a decoder is causal)", use_bidirectional_attention=False)
     if config.has("attn_logit_softcapping"):
         config.fail(
             "attn_logit_softcapping", config.values["attn_logit_softcapping"], "null, as in all released models"
         )
     every = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=PATTERN, high=MAX_LAYERS)
     slides = [(i + 1) % every != 0 for i in range(dims.layers)]
-    windows = read_windows(config, dims.layers, read_window(config, default=4096), slides)
+    window = read_window(config, default=4096)
+    if config.flag("use_bidirectional_attention", False) and window is not None:
+        window //= 2  # it counts both sides (EmbeddingGemma); the registry has all tokens see each other then
+    windows = read_windows(config, dims.layers, window, slides)
     local_theta = config.number("rope_local_base_freq", default=LOCAL_THETA, low=1.0)
     ropes = layer_ropes(config, dims, windows, theta=1e6, local_theta=local_theta)
     return llama_like(
@@ -85,7 +87,7 @@ def _scale(spec: DecoderSpec) -> float:
 SLIDING = {"rope_type": "default", "rope_theta": 10000.0}
 FAMILY = Family(
     "gemma3_text",
-    "Gemma 3 1B; the text part of larger ones",
+    "Gemma 3 1B; the text part of larger ones; EmbeddingGemma",
     ("Gemma3ForCausalLM",),
     build,
     (
