@@ -83,6 +83,7 @@ FAMILIES: dict[str, tuple[str, str | None]] = {
     "lara_mini": ("lara-mini", None),
     "lfm2": ("LiquidAI/LFM2-1.2B", None),
     "lfm2_moe": ("LiquidAI/LFM2-8B-A1B", None),
+    "lfm3": ("LiquidAI/LFM3-1.7B", None),
     "llama": ("meta-llama/Llama-3.1-8B-Instruct", "llama3_1"),
     "llama4_text": ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama4"),
     "mamba2": ("mistralai/Mamba-Codestral-7B-v0.1", None),

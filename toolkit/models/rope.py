@@ -27,6 +27,9 @@ def inv_freq(rope: RopeSpec, long: bool = False) -> tuple[F32, float]:
         return _plain(rope.theta, rope.rotary_dim), 1.0
     if rope.kind == "linear":
         return _plain(rope.theta, rope.rotary_dim) / np.float32(rope.factor), 1.0
+    if rope.kind == "proportional":
+        turning = np.arange(rope.rotary_dim // 2) < rope.turning
+        return np.where(turning, _plain(rope.theta, rope.rotary_dim) / np.float32(rope.factor), np.float32(0)), 1.0
     if rope.kind == "dynamic":
         return _plain(ntk_theta(rope, rope.max_position) if long else rope.theta, rope.rotary_dim), 1.0
     if rope.kind == "llama3":

@@ -191,6 +191,8 @@ def _rope(rope: RopeSpec, found: ModelMetadata) -> None:
         values["rope.scaling.attn_factor"] = float(1.0 if rope.attention_factor is None else rope.attention_factor)
         found.factors["rope_factors_long.weight"] = np.asarray(rope.long_factor, np.float32)
         found.factors["rope_factors_short.weight"] = np.asarray(rope.short_factor, np.float32)
+    elif rope.kind == "proportional":
+        raise ToolkitError("gguf: frequencies of which some are 0 (rope_type proportional) are not written")
     elif rope.kind == "dynamic":
         values["context_length"] = min(values["context_length"], rope.original_max_position)
         found.notes.append(

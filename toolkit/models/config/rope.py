@@ -39,13 +39,14 @@ def read_rope(
     partial = scaling.number("partial_rotary_factor", default=None, high=1.0)
     if partial is None:
         partial = config.number("partial_rotary_factor", default=default_partial, high=1.0)
-    rotary_dim = int(head_dim * partial + 1e-6)  # 88 · (30 / 88) is a little less than 30
-    if rotary_dim % 2 or rotary_dim < 2:
-        config.fail("head_dim", f"{rotary_dim} rotary dimensions", "an even number of them, at least 2")
-
     aliases = {"mrope": "default"} | (aliases or {})
     kind = scaling.text("rope_type", "type", default="default", choices=(*ROPE_KINDS, *aliases))
     kind = aliases.get(kind, kind)
+    if kind == "proportional":
+        return _proportional(config, scaling, head_dim, theta, partial, max_position)
+    rotary_dim = int(head_dim * partial + 1e-6)  # 88 · (30 / 88) is a little less than 30
+    if rotary_dim % 2 or rotary_dim < 2:
+        config.fail("head_dim", f"{rotary_dim} rotary dimensions", "an even number of them, at least 2")
     sections = read_sections(scaling, rotary_dim)
     woven = bool(sections) and scaling.flag("mrope_interleaved", False)
     if sections and kind in ("dynamic", "longrope"):
@@ -67,6 +68,19 @@ def read_rope(
         return replace(rope, original_max_position=max_position, max_position=_stretched(max_position, rope.factor))
     rope = replace(rope, original_max_position=_original(scaling, config, max_position))
     return _llama3(rope, scaling) if kind == "llama3" else _yarn(rope, scaling)
+
+
+def _proportional(
+    config: Fields, scaling: Fields, head_dim: int, theta: float, partial: float, max_position: int
+) -> RopeSpec:
+    """Frequencies of whole heads, of which the slower ones are 0."""
+    turning = int(partial * head_dim // 2)
+    if head_dim % 2 or turning < 1:
+        config.fail("partial_rotary_factor", partial, f"one by which some of {head_dim} numbers turn")
+    if scaling.has("mrope_section"):
+        scaling.fail("mrope_section", scaling.values["mrope_section"], "none for proportional rope")
+    factor = scaling.number("factor", default=1.0, low=0.0, high=1e6)
+    return RopeSpec(head_dim, theta, "proportional", factor, max_position=max_position, turning=turning)
 
 
 def _scaling(config: Fields, layer_type: str) -> Fields:

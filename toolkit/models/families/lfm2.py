@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, Metadata
 from toolkit.models.gguf_states import CONV, CONV_ENTRY, read_attention, short_conv_keys
 from toolkit.models.spec import AttentionSpec, ConvSpec, LinearSpec, Mixer, ShortConvSpec
-from toolkit.models.stored import joined, renamed
+from toolkit.models.stored import Fused, joined, renamed
 
 NAMES = {
     "mlp.gate.e_score_correction_bias": "feed_forward.expert_bias",
@@ -43,17 +43,26 @@ def read_lfm2_dims(config: Fields) -> Dims:
 
 def lfm2(config: Fields, dims: Dims, **options: Any) -> Built:
     """The family and what grows out of it; ``options``: of ``llama_like``."""
+    types = config.choices("layer_types", dims.layers, ("full_attention", "conv"))
+    if types is None:
+        attends = config.indices("full_attn_idxs", dims.layers) or range(dims.layers)
+        types = ["full_attention" if i in attends else "conv" for i in range(dims.layers)]
     return llama_like(
         config,
         dims,
         theta=1e6,
         qk_norm=True,
         activation="silu",
-        change=_mixers(config, dims),
+        change=mixers(config, dims, types, kernel=3),
         rename=renamed({}, NAMES),
-        fused=[joined("conv.in_proj", {f"conv.{part}_proj": dims.hidden for part in "bcx"})],
+        fused=[entry(dims)],
         **options,
     )
+
+
+def entry(dims: Dims) -> Fused:
+    """What a convolution reads, in one matrix."""
+    return joined("conv.in_proj", {f"conv.{part}_proj": dims.hidden for part in "bcx"})
 
 
 def _width(config: Fields, width: int) -> int:
@@ -65,15 +74,13 @@ def _width(config: Fields, width: int) -> int:
     return width
 
 
-def _mixers(config: Fields, dims: Dims) -> Callable[[int, AttentionSpec], Mixer]:
-    types = config.choices("layer_types", dims.layers, ("full_attention", "conv"))
-    if types is None:
-        attends = config.indices("full_attn_idxs", dims.layers) or range(dims.layers)
-        types = ["full_attention" if i in attends else "conv" for i in range(dims.layers)]
-    kernel, bias = config.integer("conv_L_cache", default=3, low=2, high=64), config.flag("conv_bias", False)
+def mixers(config: Fields, dims: Dims, types: Sequence[str], kernel: int) -> Callable[[int, AttentionSpec], Mixer]:
+    """What stands in the place of each layer's attention, by ``layer_types``; ``kernel``: what its absence means."""
+    kernel = config.integer("conv_L_cache", default=kernel, low=2, high=64)
+    bias = config.flag("conv_bias", False)
 
     def mixer(layer: int, attention: AttentionSpec) -> Mixer:
-        if types[layer] == "full_attention":
+        if types[layer] != "conv":
             return attention
         prefix, n = f"model.layers.{layer}.conv", dims.hidden
         return ShortConvSpec(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Integer fields that may be zero; every other one is a size or a count.
 _MAY_BE_ZERO = {"group", "original_max_position", "max_position", "offset", "head_rows", "mask_token"}
-_MAY_BE_ZERO |= {"position_rows", "type_rows", "sink_tokens"}
+_MAY_BE_ZERO |= {"position_rows", "type_rows", "sink_tokens", "turning"}
 # Stages of a projector that give other widths than they take.
 WIDENING = ("linear", "matrix", "gated", "resample", "attend")
 _MAY_BE_ZERO_IN_VISION = {"grid", "window", "full", "inputs", "outputs", "image_token", "most_tiles", "layer"}

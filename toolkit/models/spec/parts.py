@@ -9,7 +9,7 @@ from toolkit.base.record import later
 
 Shard = Literal["column", "row", "vocab", "expert", "replicated"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class RopeSpec:
 
     Of models whose elements turn in neighbouring pairs, the rows of q and k are put in this order as they are read.
 
-    ``kind``: default, linear, dynamic, llama3, yarn, longrope. Frequencies come from
+    ``kind``: default, linear, dynamic, llama3, yarn, longrope, proportional. Frequencies come from
     ``toolkit.models.rope.inv_freq(rope, long)``, so that every runner turns by the same numbers.
     ``dynamic`` and ``longrope`` have two sets: the *short* one for requests whose whole length
     (prompt + new tokens allowed) fits ``original_max_position``, the *long* one for the others. The choice is
@@ -76,6 +76,7 @@ class RopeSpec:
     ``sections``: tokens have three positions, in time, rows and columns; so many of the frequencies turn by each of
     them, in this order. () = one position. ``woven``: not one after another but in turn, as long as each has some.
     ``doubled``: of ``dynamic``, that it reaches as far as the trained length doubled and doubled again (Qwen 1).
+    ``turning``: of ``proportional``, how many of the frequencies are others than 0.
     ``own``: of ``dynamic``, that each token turns by a length of its own (``StepBatch.rope_length``), not by a set.
     """
 
@@ -98,6 +99,7 @@ class RopeSpec:
     woven: bool = later(False)
     doubled: bool = later(False)
     own: bool = later(False)
+    turning: int = later(0)
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ def rope(rope: RopeSpec, head_dim: int) -> None:
         expect("sections", not rope.sections, rope.sections, what)
     if rope.kind in ("dynamic", "llama3", "yarn", "longrope"):
         expect("original_max_position", rope.original_max_position > 0, rope.original_max_position, "at least 1")
+    if rope.kind == "proportional":
+        expect("turning", 0 < rope.turning <= dim // 2, rope.turning, f"1 to {dim // 2}")
     if rope.kind == "dynamic":
         expect("rotary_dim", dim >= 4, dim, "at least 4 for dynamic rope")
         expect("max_position", rope.max_position >= rope.original_max_position, rope.max_position, "the longer one")

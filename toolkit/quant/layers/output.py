@@ -191,13 +191,20 @@ def join_parts(item: StoredTensor, parts: list[Weight | Tensor]) -> Weight | Ten
     if len(parts) == 1 and item.parts[0].rows is None:
         return parts[0]
     places = [torch.tensor(item.rows_of(part)) for part in item.parts]
-    order = torch.argsort(torch.cat(places))
+    order = first_places(torch.cat(places))
     vectors = [part for part in parts if isinstance(part, Tensor)]
     if vectors:
         return torch.cat(vectors)[order]
     joined = join_rows([part for part in parts if not isinstance(part, Tensor)])
     assert joined is not None, "the parts of a module are of one form"
     return _whole_tiles(joined.take_rows(order))
+
+
+def first_places(rows: Tensor) -> Tensor:
+    """Where each stored row stands first among those that were taken, which some are several times (LFM3's gate)."""
+    order = torch.argsort(rows, stable=True)
+    found = rows[order]
+    return order[torch.cat([torch.ones(1, dtype=torch.bool), found[1:] != found[:-1]])]
 
 
 def _whole_tiles(weight: Weight) -> Weight:
