@@ -81,8 +81,8 @@ def oracle(model: tuple[str, Path, Path], support: Any, tiny_models: Any) -> Any
     spec = load_spec(open_checkpoint(model[1]))[0]
     alibi = next((a.alibi for _, a in spec.attention_layers() if a.alibi is not None), None)
     # In the eager form transformers (seen in 5.0, 5.12, 5.23 and 5.24) add Falcon's twice, to the mask and to the
-    # scores; MPT has no other form.
-    form = "eager" if alibi is None or model[0] == "mpt" else "sdpa"
+    # scores; MPT and BLOOM have no other form.
+    form = "eager" if alibi is None or model[0] in ("bloom", "mpt") else "sdpa"
     kind = AutoModelForCausalLM if get(model[0]).recipe is None else AutoModelForImageTextToText
     support("upstream").mend()
     theirs = kind.from_pretrained(model[2], dtype=torch.float32, attn_implementation=form).eval()

@@ -34,6 +34,7 @@ def states(spec: Any, weights: dict[str, Tensor], ids: list[int], types: list[in
         table = {n: w[n].view(-1, spec.hidden_size) for n in (e.types, e.positions) if n}
         x = x + (table[e.types][torch.tensor(types or [0] * len(ids))] if e.types else 0)
         x = x + (table[e.positions][e.offset : e.offset + len(ids)] if e.positions else 0)
+        x = _norm(e.norm, w, x)
     for layer in spec.layers:
         block = x
         for s in layer.sublayers:

@@ -29,9 +29,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
         "OpenAIGPTLMHeadModel", "BioGptForCausalLM", "XGLMForCausalLM", "CTRLLMHeadModel", "GitForCausalLM",
         "RobertaPreLayerNormForCausalLM",
     ),
-    "a norm behind the embedding": (
-        "BloomForCausalLM", "NanoChatForCausalLM", "ModernBertDecoderForCausalLM",
-    ),
+    "layers of an encoder that writes, with a head of several layers": ("ModernBertDecoderForCausalLM",),
     "a bias that is stored apart from its matrix, in the last layer alone": ("GPTNeoXJapaneseForCausalLM",),
     "an encoder's layers, with norms behind each sum": (
         "BertLMHeadModel", "BertGenerationDecoder", "BigBirdForCausalLM", "CamembertForCausalLM",

@@ -120,6 +120,8 @@ def stored_tensors(
     if spec.encoder is not None:
         shapes = spec.encoder.shapes(spec.hidden_size)
         found += [_whole(name, rename, "vector", shape) for name, shape in shapes.items()]
+        first = spec.encoder.norm
+        found += [_norm(first, rename)] if first is not None and first.weight else []
     for i, layer in enumerate(spec.layers):
         prefix = f"model.layers.{i}."
         modules = [_norm(n, rename) for n in layer.norms() if n.weight]

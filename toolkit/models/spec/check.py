@@ -46,7 +46,7 @@ def check_spec(spec: DecoderSpec) -> None:
     )
     sound.expect("mutual", not spec.mutual or spec.encodes, spec.mutual, "false without an encoder")
     if spec.encoder is not None:
-        spec.encoder.check(spec.max_position)
+        spec.encoder.check(spec.max_position, spec.hidden_size)
         alone = spec.vision is None and (spec.tied or spec.encoder.writes)
         sound.expect("encoder", alone, "a head or a tower", "neither")
     crosses = any(mixer.kind == "cross" for _, mixer in spec.mixers())

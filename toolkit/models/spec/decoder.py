@@ -208,13 +208,15 @@ class DecoderSpec:
 
     def norms(self) -> list[NormSpec]:
         """Every norm, q/k norms and the final one included, in execution order."""
-        return [*(n for layer in self.layers for n in layer.norms()), self.final_norm]
+        first = [] if self.encoder is None or self.encoder.norm is None else [self.encoder.norm]
+        return [*first, *(n for layer in self.layers for n in layer.norms()), self.final_norm]
 
     def vectors(self) -> dict[str, int]:
         """Every parameter that is no matrix: name → numbers in it."""
         found = self.final_norm.vectors() | ({f"{self.head}.bias": self.vocab_size} if self.head_bias else {})
         if self.encoder is not None:
             found |= self.encoder.vectors(self.hidden_size)
+            found |= {} if self.encoder.norm is None else self.encoder.norm.vectors()
         for layer in self.layers:
             found |= layer.vectors()
         return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from toolkit.base.record import later
 from toolkit.models.spec import sound
+from toolkit.models.spec.parts import NormSpec
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class EncoderSpec:
 
     ``positions`` names a matrix of ``position_rows`` rows, of which a token at position p is given number p +
     ``offset``; ``types`` one of ``type_rows``, of which the tokens of a text are given number 0, and those of the
-    second text of a pair number 1. None: the model has no such matrix.
+    second text of a pair number 1. None: the model has no such matrix. ``norm``: of the sum, before all layers, where
+    the residual stream begins with what it gives (BLOOM); encoders have it in their first layer.
     """
 
     positions: str | None = None
@@ -24,6 +26,7 @@ class EncoderSpec:
     types: str | None = None
     type_rows: int = 0
     writes: bool = later(False)
+    norm: NormSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
 
     def vectors(self, hidden: int) -> dict[str, int]:
         """Its parameters: name → numbers in it."""
@@ -34,8 +37,10 @@ class EncoderSpec:
         both = (self.positions, self.position_rows), (self.types, self.type_rows)
         return {name: (rows, hidden) for name, rows in both if name is not None}
 
-    def check(self, max_position: int) -> None:
+    def check(self, max_position: int, hidden: int) -> None:
         """Raise ValueError for numbers that cannot be."""
+        if self.norm is not None:
+            sound.norm(self.norm, hidden)
         for name, rows in (("positions", self.position_rows), ("types", self.type_rows)):
             given = getattr(self, name)
             sound.expect(name, bool(rows) == (given is not None), given, f"a name, as there are {rows} rows")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from toolkit.kernels.reference.moe import moe_route
 from toolkit.kernels.torch.dense import ACTIVATIONS
 from toolkit.kernels.torch.product import product
 from toolkit.models.sites import writer
-from toolkit.models.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec
+from toolkit.models.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec, NormSpec
 from toolkit.quant.layers.forward_attention import attention, latent_attention
 from toolkit.quant.layers.forward_parts import Called, Observer, Rounding, Watch, Weights, linear, normed
 from toolkit.quant.layers.forward_states import delta, mamba, short_conv
@@ -102,31 +103,45 @@ def embed(
     table: Tensor,
     token_ids: Tensor,
     rows: Tensor | None = None,
-    added: Tensor | None = None,
+    added: Added | None = None,
 ) -> Tensor:
     """Hidden states [batch, length, hidden] (float32) of token ids [batch, length]. Ids behind the vocabulary are those
-    of ``rows`` [count, hidden], what pictures became. ``added``: [positions, hidden], see ``added_by``."""
+    of ``rows`` [count, hidden], what pictures became. ``added``: see ``added_by``."""
     if rows is None:
         found = table[token_ids].float() * spec.embed_scale
-        return found if added is None else found + added[: token_ids.shape[-1]].to(found.device)
+        return found if added is None else added(found)
     shown = token_ids >= spec.vocab_size
     found = table[token_ids.masked_fill(shown, 0)].float()
     found[shown] = rows.to(found.device)[token_ids[shown] - spec.vocab_size]
     return found * spec.embed_scale
 
 
-def added_by(spec: DecoderSpec, outer: Mapping[str, Tensor]) -> Tensor | None:
-    """What is added to the tokens of texts that stand alone, [positions, hidden], or None. ``outer``: what
-    stands outside of layers."""
+@dataclass(frozen=True)
+class Added:
+    """``rows`` [positions, hidden] are added to embeddings, whose sum is normed by ``norm`` of ``weights``."""
+
+    rows: Tensor
+    norm: NormSpec | None
+    weights: Mapping[str, Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` [batch, length, hidden] of texts that begin at position 0."""
+        x = x + self.rows[: x.shape[-2]].to(x.device)
+        return x if self.norm is None else normed(self.norm, {n: w.to(x.device) for n, w in self.weights.items()}, x)
+
+
+def added_by(spec: DecoderSpec, outer: Mapping[str, Tensor]) -> Added | None:
+    """What is added to the tokens of texts that stand alone, or None. ``outer``: what stands outside of layers."""
     encoder = spec.encoder
-    if encoder is None or not (encoder.types or encoder.positions):
+    if encoder is None or not (encoder.types or encoder.positions or encoder.norm):
         return None
     found = torch.zeros(spec.max_position, spec.hidden_size)
     for name, start in ((encoder.types, 0), (encoder.positions, encoder.offset)):
         if name is not None:
             rows = outer[name].float().cpu().view(-1, spec.hidden_size)
             found += rows[0] if name == encoder.types else rows[start : start + spec.max_position]
-    return found
+    names = () if encoder.norm is None else encoder.norm.vectors()
+    return Added(found, encoder.norm, {name: outer[name].float().cpu() for name in names})
 
 
 def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from toolkit.errors import ToolkitError
 from toolkit.measure.predictions import Before
 from toolkit.measure.windows import scoring_windows
 from toolkit.models.spec import DecoderSpec, LayerSpec
-from toolkit.quant.layers.forward import all_finite, embed, head_logits, layer_forward
+from toolkit.quant.layers.forward import Added, all_finite, embed, head_logits, layer_forward
 from toolkit.quant.layers.forward_parts import Rounding, Weights, normed
 from toolkit.quant.layers.lazy import KEEP
 from toolkit.quant.layers.masked import as_met, scored
@@ -36,7 +36,7 @@ class Probe:
         tokens: Tensor,
         device: torch.device,
         spill: Spill | None = None,
-        added: Tensor | None = None,
+        added: Added | None = None,
     ) -> None:
         self.spec, self.device = spec, device
         self.window = min(WINDOW, max(spec.max_position, 2))  # a window of one token scores nothing

@@ -19,7 +19,7 @@ from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
 from toolkit.models.sites import layer_sites, modules
 from toolkit.models.spec import DecoderSpec, LayerSpec, LinearSpec, StoredTensor
-from toolkit.quant.layers.forward import added_by, all_finite
+from toolkit.quant.layers.forward import Added, added_by, all_finite
 from toolkit.quant.layers.heap import give_back
 from toolkit.quant.layers.lazy import KEEP, Lazy
 
@@ -96,12 +96,13 @@ class LayerSource:
         return found
 
     @cached_property
-    def added(self) -> Tensor | None:
+    def added(self) -> Added | None:
         """See ``forward.added_by``."""
         encoder = self.spec.encoder
         if encoder is None:
             return None
-        mine = [item for item in self.outer if item.parts[0].name in (encoder.positions, encoder.types)]
+        names = {encoder.positions, encoder.types, None if encoder.norm is None else encoder.norm.name}
+        mine = [item for item in self.outer if item.parts[0].name in names]
         return added_by(self.spec, dict(self._dense(mine, torch.device("cpu"))))
 
     def check_finite(self) -> None:

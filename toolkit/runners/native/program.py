@@ -137,6 +137,7 @@ def _encoder(added: EncoderSpec, tensors: Tensors) -> dict[str, Any]:
         "offset": added.offset,
         "types": None if added.types is None else tensors.named(added.types),
         "type_rows": added.type_rows,
+        "norm": tensors.norm(added.norm),
     }
 
 

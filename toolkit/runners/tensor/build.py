@@ -295,7 +295,8 @@ class _Builder:
     def added(self, encoder: EncoderSpec, hidden: int) -> Added:
         found = {name: self.tensor(name).float().view(-1, hidden) for name in encoder.vectors(hidden)}
         positions = None if encoder.positions is None else found[encoder.positions]
-        return Added(positions, encoder.offset, None if encoder.types is None else found[encoder.types])
+        types = None if encoder.types is None else found[encoder.types]
+        return Added(positions, encoder.offset, types, self.norm(encoder.norm))
 
     def steps(self, layer: LayerSpec, index: int) -> list[Step]:
         mixers = [MIXERS[s.mixer.kind](self, s.mixer, index) for s in layer.sublayers]

@@ -244,11 +244,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Added:
-    """What encoders add to embeddings: rows by position and by type, [rows, hidden]."""
+    """What is added to embeddings: rows by position and by type, [rows, hidden]; and the norm of the sum."""
 
     positions: Tensor | None
     offset: int
     types: Tensor | None
+    norm: Norm | LayerNorm | None = None
 
     def __call__(self, x: Tensor, places: Tensor, types: Tensor | None) -> Tensor:
         """``x`` [T, hidden] of tokens at ``places`` [T], of the first of two types where ``types`` is None."""
@@ -257,7 +258,7 @@ class Added:
             total = total + (self.types[0] if types is None else self.types[types])
         if self.positions is not None:
             total = total + self.positions[places + self.offset]
-        return total.to(x.dtype)
+        return (total if self.norm is None else self.norm(total)).to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,7 @@ Program parse_program(const char* names, const double* values, int64_t count, co
         prog.positions = added.vector("positions", added.integer("position_rows", 0, LIMIT) * prog.hidden);
         prog.types = added.vector("types", added.integer("type_rows", 0, LIMIT) * prog.hidden);
         prog.offset = added.integer("offset", 0, LIMIT);
+        prog.embed_norm = added.norm("norm", prog.hidden);
     }
     const int64_t sublayers = r.integer("sublayers", 0, 1 << 16);
     for (int64_t i = 0; i < sublayers; i++) prog.sublayers.push_back(read_sublayer(r.entry("sublayers", i), prog));

@@ -276,6 +276,7 @@ struct Program {
     Norm final_norm;
     float embed_scale, head_scale, softcap;
     Vector positions, types;     // rows that are added to embeddings, by position and by type of the token; may be absent
+    Norm embed_norm;             // of the sum, with which the residual stream begins; may be absent
     int64_t offset = 0;          // which row is that of position 0
     int64_t chunk = 0;           // tokens that go through the layers together, at most
     Input head_in;

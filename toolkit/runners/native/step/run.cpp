@@ -115,6 +115,7 @@ void Run::embed_rows(Range r) {
         if (changed && changed->low()) embed_low(*changed, id, p.embed_scale, x);
         if (p.types) ops.add_scaled(x, p.types.data + (in.types ? in.types[at] : 0) * p.hidden, 1.0f, p.hidden);
         if (p.positions) ops.add_scaled(x, p.positions.data + (in.positions[at] + p.offset) * p.hidden, 1.0f, p.hidden);
+        if (p.embed_norm.present()) norm_row(p.embed_norm, x, x);
     }
     for (int64_t i = 0; i < in.embeds_size; i++) {
         const int64_t t = in.embed_index[i] - first;
