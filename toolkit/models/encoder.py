@@ -10,7 +10,17 @@ from typing import Any
 from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, assemble, attention, gated_mlp, layer_norm, plain_mlp
-from toolkit.models.spec import Activation, AttentionSpec, EncoderSpec, LayerSpec, NormSpec, RopeSpec, Sublayer
+from toolkit.models.spec import (
+    Activation,
+    AttentionSpec,
+    DecoderSpec,
+    EncoderSpec,
+    LayerSpec,
+    NormSpec,
+    RopeSpec,
+    Sublayer,
+)
+from toolkit.models.spec.decoder import grouped
 from toolkit.models.stored import Fused, stored_tensors
 
 NO_GGUF = "encoders are not read from GGUF files yet, nor written to them"
@@ -67,6 +77,27 @@ def encoder(
     dims = replace(dims, tied=True, max_position=max_length or dims.max_position)
     spec = assemble(dims, layers, made(last, dims.hidden), encoder=extras)
     return spec, stored_tensors(spec, rename, fused)
+
+
+def both_ways(fields: Fields, spec: DecoderSpec) -> DecoderSpec:
+    """``spec`` as an encoder, whose tokens all see each other. Raises ToolkitError where its layers cannot."""
+    plain = spec.vision is None and spec.mask_token is None
+    plain = plain and all(mixer.kind in ("attention", "mlp", "moe") for _, mixer in spec.mixers())
+    for _, a in spec.attention_layers():
+        odd = a.chunked or a.block > 1 or a.softcap is not None or a.sinks is not None or a.sink_tokens
+        plain = plain and not odd and not (a.alibi and a.alibi.rounded)
+    if not plain:
+        fields.fail("is_causal", "false", "true: such layers are computed in order alone here")
+
+    def seeing(_: int, sublayer: Sublayer) -> Sublayer:
+        if (mixer := sublayer.mixer).kind != "attention":
+            return sublayer
+        window = None if mixer.window is None else mixer.window + 1  # the last key of both sides is seen, too
+        return replace(sublayer, mixer=replace(mixer, mutual=True, window=window))
+
+    layers, groups = grouped(spec.changed(seeing).layers)
+    added = replace(spec.encoder or EncoderSpec(), writes=False)
+    return replace(spec, layers=layers, cache_groups=groups, encoder=added, tied=True, head_bias=False, head_rows=0)
 
 
 def encoder_dims(config: Fields, eps: float) -> Dims:

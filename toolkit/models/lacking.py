@@ -63,7 +63,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
         "InklingForCausalLM", "Inkling2ForCausalLM", "ZayaForCausalLM", "CpmAntForCausalLM",
     ),
     "attention within buckets of a hash": ("ReformerModelWithLMHead",),
-    "a gate that is no sigmoid (softplus)": ("LagunaForCausalLM",),
+    "a gate by softplus": ("LagunaForCausalLM",),
     "the activation xIELU, whose shape is learned": ("ApertusForCausalLM",),
     "norms before the last matrix of attention and MLP, and weights of three values": ("BitNetForCausalLM",),
     "values of heads that are of another size than keys, beside a window": ("MiMoV2FlashForCausalLM",),

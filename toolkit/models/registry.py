@@ -26,11 +26,11 @@ from toolkit.models.classifier import labels_of, told_sigmoid
 from toolkit.models.config.fields import Fields, check_dtype, check_token_ids
 from toolkit.models.config.rope import LAYER_TYPES
 from toolkit.models.decoder import Built
+from toolkit.models.encoder import both_ways
 from toolkit.models.family import Family
 from toolkit.models.lacking import LACKING
 from toolkit.models.pictures import Recipe
-from toolkit.models.spec import DecoderSpec, EncoderSpec, HeadLayer, StoredTensor, Sublayer, TextHead
-from toolkit.models.spec.decoder import grouped
+from toolkit.models.spec import HeadLayer, StoredTensor, TextHead
 from toolkit.models.videos import Video
 
 VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one family each, with : between them
@@ -175,7 +175,7 @@ def build(config: dict[str, Any], source: str = "config.json", own: Iterable[Fam
     fields = _fields(_with_head(config, family), source, family)
     spec, stored = family.build(fields)
     if not family.encodes and not is_causal(config):
-        spec, stored = _both_ways(fields, spec), [x for x in stored if x.kind != "head"]
+        spec, stored = both_ways(fields, spec), [x for x in stored if x.kind != "head"]
     check_dtype(fields)
     check_token_ids(fields, spec.vocab_size)
     return replace(spec, family=family.name), stored
@@ -186,27 +186,6 @@ def is_causal(config: Mapping[str, Any]) -> bool:
     EmbeddingGemma), by flags that transformers and vLLM go by too."""
     part = next((found for name in LANGUAGE_PARTS if isinstance(found := config.get(name), dict)), config)
     return part.get("is_causal") is not False and part.get("use_bidirectional_attention") is not True
-
-
-def _both_ways(fields: Fields, spec: DecoderSpec) -> DecoderSpec:
-    """``spec`` as an encoder, whose tokens all see each other. Raises ToolkitError where its layers cannot."""
-    plain = spec.vision is None and spec.mask_token is None
-    plain = plain and all(mixer.kind in ("attention", "mlp", "moe") for _, mixer in spec.mixers())
-    for _, a in spec.attention_layers():
-        odd = a.chunked or a.block > 1 or a.softcap is not None or a.sinks is not None or a.sink_tokens
-        plain = plain and not odd and not (a.alibi and a.alibi.rounded)
-    if not plain:
-        fields.fail("is_causal", "false", "true: such layers are computed in order alone here")
-
-    def seeing(_: int, sublayer: Sublayer) -> Sublayer:
-        if (mixer := sublayer.mixer).kind != "attention":
-            return sublayer
-        window = None if mixer.window is None else mixer.window + 1  # the last key of both sides is seen, too
-        return replace(sublayer, mixer=replace(mixer, mutual=True, window=window))
-
-    layers, groups = grouped(spec.changed(seeing).layers)
-    added = replace(spec.encoder or EncoderSpec(), writes=False)
-    return replace(spec, layers=layers, cache_groups=groups, encoder=added, tied=True, head_bias=False, head_rows=0)
 
 
 def part_alone(config: dict[str, Any], family: Family) -> str | None:
