@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.models.spec import DecoderSpec, Mixer
-from toolkit.quant.layers.forward import embed, head_logits, layer_forward
+from toolkit.quant.layers.forward import added_by, embed, head_logits, layer_forward
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.native import runner as native
 from toolkit.runners.tensor.runner import TensorRunner
@@ -52,7 +52,7 @@ def _by_calibration(spec, weights, ids, support):
     w = support("random_specs").dense(weights)
     if spec.tied:
         w[spec.head] = w[spec.embed]
-    x = embed(spec, w[spec.embed], torch.tensor([ids]))
+    x = embed(spec, w[spec.embed], torch.tensor([ids]), added=added_by(spec, w))
     for layer in spec.layers:
         x = layer_forward(layer, w, x)
     return head_logits(spec, w, x)[0].numpy()
@@ -83,7 +83,8 @@ OF_PICTURES = {"vision", "head_rows", "seen", "cross"}  # texts have none: tests
 NOT_VARIED = {"slopes", "kind", "family", "vocab_size", "max_position", "embed", "head", "shard", "group"}
 NOT_VARIED |= {"float16", "doubled"}  # they decide something as a model is opened: no executor reads them
 NOT_VARIED |= {"spread"}  # parts of models have it: tests/parallel/test_families.py
-NOT_VARIED |= {"mutual", "carries", "encoder"}  # of texts that are read whole: tests/families/test_encoders.py
+# of texts that are read whole: tests/families/test_encoders.py
+NOT_VARIED |= {"mutual", "carries", "writes", "types", "type_rows"}
 NOT_VARIED |= {"sink_tokens"}  # where a user asks for it: tests/native/test_streaming.py
 NOT_VARIED |= {"own"}  # the engine says each token's length: tests/pipeline/test_dynamic_rope.py
 

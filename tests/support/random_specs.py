@@ -25,6 +25,7 @@ from toolkit.models.spec import (
     ConvSpec,
     DecoderSpec,
     DeltaSpec,
+    EncoderSpec,
     LatentSpec,
     LayerSpec,
     LinearSpec,
@@ -55,6 +56,7 @@ def _ropes(original: int) -> tuple[RopeSpec, ...]:
         RopeSpec(8, 1e4, sections=(1, 2, 1)),
         RopeSpec(8, 1e4, sections=(2, 1, 1), woven=True),
         RopeSpec(8, 1e4, "linear", 2.0),
+        RopeSpec(8, 1e4, "proportional", 1.5, turning=3),
         RopeSpec(6, 1e4, "yarn", 4.0, 16, attention_factor=1.2, truncate=False, beta_fast=16.0, beta_slow=2.0),
         RopeSpec(8, 5e3, "llama3", 8.0, 16, low_freq_factor=1.5, high_freq_factor=3.0),
         dynamic,
@@ -295,6 +297,17 @@ def _in_blocks(layer: LayerSpec, block: int) -> LayerSpec:
     return LayerSpec(tuple(replace(s, mixer=m) for s, m in zip(layer.sublayers, changed, strict=True)))
 
 
+def _beginning(draw: Draw, hidden: int, ropes: Sequence[RopeSpec]) -> EncoderSpec | None:
+    """What is added to embeddings, and the norm behind that; most often nothing. ``ropes``: of all layers."""
+    plain = all(rope.kind not in ("dynamic", "longrope") and not rope.sections for rope in ropes)
+    kind = draw(("", "", "", "norm", *(("positions", "both") if plain else ())))
+    norm = _norm(draw, "model.embed_norm", hidden) if kind in ("norm", "both") else None
+    offset = draw((0, 2))
+    if kind in ("positions", "both"):
+        return EncoderSpec("model.positions", 256 + offset, offset, writes=True, norm=norm)
+    return EncoderSpec(writes=True, norm=norm) if kind else None
+
+
 def any_spec(draw: Draw, quantized: bool = False) -> DecoderSpec:
     """A valid spec, every choice in it by ``draw``."""
     hidden = draw((32, 48, 80))
@@ -313,6 +326,7 @@ def any_spec(draw: Draw, quantized: bool = False) -> DecoderSpec:
         embed_scale=draw((1.0, 2.0)),
         head_scale=draw((1.0, 0.25)),
         logit_softcap=draw((None, 3.0)),
+        encoder=_beginning(draw, hidden, [r for layer in layers for s in layer.sublayers for r in s.mixer.ropes()]),
     )
     spec = replace(spec, mask_token=3) if blocks else spec
     check_spec(spec)
