@@ -661,7 +661,7 @@ def modelopt_linear(kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "fp8_pb_wo", "MXFP8", "NVFP4", "W4A16_NVFP4", "W8A16")
 
 
-@pytest.mark.parametrize("told", ["config", "mixed", "beside"])
+@pytest.mark.parametrize("told", ["config", "inside", "mixed", "beside"])
 @pytest.mark.parametrize("algorithm", MODELOPT)
 def test_modelopt(algorithm: str, told: str, tmp_path: Path) -> None:
     """``told``: where the algorithm is: in config.json, for each layer, or in hf_quant_config.json alone."""
@@ -669,6 +669,7 @@ def test_modelopt(algorithm: str, told: str, tmp_path: Path) -> None:
     layer = {"quant_algo": algorithm} | ({"group_size": 16} if "NVFP4" in algorithm else {})
     stated: dict[str, Any] = {
         "config": {"quant_method": "modelopt", "ignore": ["lm_head"], **layer},
+        "inside": {"quant_method": "modelopt", "producer": {"name": "modelopt"}, "quantization": layer},
         "mixed": {
             "quant_method": "modelopt_mixed",
             "quant_algo": "MIXED_PRECISION",

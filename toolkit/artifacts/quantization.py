@@ -39,8 +39,10 @@ def with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     method = found.get("quant_method")
     if not isinstance(method, str):
         raise ToolkitError(f"{source}: {FIELD}.quant_method: expected a name, found {method!r:.60}")
-    ours = _OTHER_NAMES.get(method.lower())
-    return config if ours is None else {**config, FIELD: {**found, "quant_method": ours}}
+    ours = _OTHER_NAMES.get(method.lower(), method.lower())
+    inside = found.get("quantization") if ours == "modelopt" else None  # as in its own file
+    found = {**found, **(inside if isinstance(inside, dict) else {}), "quant_method": ours}
+    return {**config, FIELD: found}
 
 
 def _at_the_top(config: dict[str, Any]) -> dict[str, Any]:

@@ -19,10 +19,10 @@ def stream(spec: DecoderSpec, window: int, sinks: int) -> DecoderSpec:
     themselves stay. Distances count as the paper has them, by places among what is kept, so that no query is farther
     from a key than ``sinks + window`` and the text may be of any length. Raises UsageError for a spec that cannot."""
     whole = [m for _, m in spec.mixers() if (kept := m.keeps()) is not None and kept.rule[0] == "full"]
-    if spec.encoder is not None and spec.encoder.writes and spec.encoder.positions:
-        raise UsageError("kv_window: this model's positions are learned, and end where they do; leave it out")
     if spec.encodes or spec.mutual or spec.block > 1 or spec.together:
         raise UsageError("kv_window: this model computes tokens together, texts or pictures as wholes; leave it out")
+    if spec.learned:
+        raise UsageError("kv_window: this model's positions are learned, and end where they do; leave it out")
     if not whole:
         raise UsageError("kv_window: this model keeps no token for ever as it is; leave it out")
     for mixer in whole:

@@ -105,7 +105,7 @@ def open_model(path: Path, **how: Any) -> Opened:
         from toolkit.models.streaming import stream
 
         spec = stream(spec, reading.kv_window, reading.kv_sinks)
-    elif reading.session_len is not None and not (spec.encodes or (spec.encoder and spec.encoder.positions)):
+    elif reading.session_len is not None and not (spec.encodes or spec.learned):
         from toolkit.models.positions import reach
 
         spec = reach(spec, reading.session_len)

@@ -28,7 +28,7 @@ def share_out(setup: Setup, runner: Runner, draft: OpenDraft | OpenHead | OpenMt
     _check_blocks(spec, config, config.block_size)
     patches = _patches(setup, spec.vision)
     longest = spec.max_position
-    if spec.encoder is not None and (spec.encodes or spec.encoder.positions):
+    if spec.encodes or spec.learned:
         longest += spec.encodes  # a text of as many tokens as it reads leaves no place for one that is drawn
         if (asked := config.session_len or 0) > longest:
             raise UsageError(

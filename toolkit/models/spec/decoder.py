@@ -184,6 +184,11 @@ class DecoderSpec:
         """Whether it reads texts as wholes and writes none."""
         return self.encoder is not None and not self.encoder.writes
 
+    @property
+    def learned(self) -> bool:
+        """Whether positions are learned, so that no text goes on behind the last one."""
+        return self.encoder is not None and self.encoder.positions is not None
+
     def keeps_keys(self) -> bool:
         """Whether every row that is kept of a token is keys and values, as scales of a float8 cache are found for. Of
         an encoder's text nothing is kept: it goes through in one step."""
