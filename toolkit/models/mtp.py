@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.models.decoder import Built
 from toolkit.models.family import Family
-from toolkit.models.registry import LANGUAGE_PARTS, HasConfig, HasShape, load_spec
+from toolkit.models.registry import HasConfig, HasShape, language_part, load_spec
 from toolkit.models.spec import CacheGroup, DecoderSpec, LayerSpec, LinearSpec, MtpSpec, NormSpec, Part, StoredTensor
 
 FURTHER = "num_nextn_predict_layers"  # config.json's count of layers for multi-token prediction
@@ -160,7 +160,7 @@ def _layer_of(form: _Form, behind: str, stored: Iterable[StoredTensor]) -> list[
 
 def deeper(config: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:
     """A config of one layer more, which attends to all."""
-    part = next((name for name in LANGUAGE_PARTS if isinstance(config.get(name), dict)), None)
+    part = language_part(config)
     inner: dict[str, Any] = dict(config if part is None else config[part])
     n = len(spec.layers)
     states = {found.layer for found in spec.keepers() if found.kept.kind == "state"}

@@ -181,16 +181,22 @@ def build(config: dict[str, Any], source: str = "config.json", own: Iterable[Fam
     return replace(spec, family=family.name), stored
 
 
+def language_part(config: Mapping[str, Any]) -> str | None:
+    """The field of a config that holds its language model's, None where that stands at the top."""
+    return next((name for name in LANGUAGE_PARTS if isinstance(config.get(name), dict)), None)
+
+
 def is_causal(config: Mapping[str, Any]) -> bool:
     """Whether a decoder's tokens see those before them alone: not those of some models for embeddings (gte-Qwen2,
     EmbeddingGemma), by flags that transformers and vLLM go by too."""
-    part = next((found for name in LANGUAGE_PARTS if isinstance(found := config.get(name), dict)), config)
+    name = language_part(config)
+    part = config if name is None else config[name]
     return part.get("is_causal") is not False and part.get("use_bidirectional_attention") is not True
 
 
 def part_alone(config: dict[str, Any], family: Family) -> str | None:
     """The field of a config that holds the language part of a model that sees, where that part alone is known here."""
-    part = next((name for name in LANGUAGE_PARTS if isinstance(config.get(name), dict)), None)
+    part = language_part(config)
     return part if family.recipe is None else None
 
 
@@ -334,7 +340,8 @@ def apply_overrides(
         made = {**kept, **copy.deepcopy(scaling)}
         result["rope_parameters"] = made if flat else {**rope, "full_attention": made}
     if rope_scaling_factor:
-        text = next((result[name] for name in LANGUAGE_PARTS if isinstance(result.get(name), dict)), result)
+        part = language_part(result)
+        text = result if part is None else result[part]
         name = "rope_parameters" if text.get("rope_parameters") and not text.get("rope_scaling") else "rope_scaling"
         text[name] = _dynamic(text.get(name), float(rope_scaling_factor))
     return result

@@ -1,4 +1,5 @@
-"""Codes of 1 to 8 bits in int32 words, little end first, as AWQ, GPTQ and compressed-tensors checkpoints pack them."""
+"""Codes of 1 to 8 bits in int32 words, little end first, as AWQ, GPTQ and compressed-tensors checkpoints pack them; and
+of 4 bits in bytes."""
 
 from __future__ import annotations
 
@@ -10,6 +11,13 @@ if TYPE_CHECKING:
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of its eight rows the code in the i-th lowest bits of a word of AWQ's is of."""
+
+
+def unpack_pairs(packed: Tensor) -> Tensor:
+    """uint8 [..., n] → uint8 [..., 2n], each below 16: of each byte the low four bits first."""
+    import torch
+
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:

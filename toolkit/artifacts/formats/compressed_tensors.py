@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.formats.bits import pack_words, unpack_whole_words, unpack_words
+from toolkit.artifacts.formats.bits import pack_words, unpack_pairs, unpack_whole_words, unpack_words
 from toolkit.artifacts.formats.ct_scheme import Scheme, check_config, scheme_of
 from toolkit.artifacts.formats.describe import Layout, common_layout, form_name, layout_fits
 from toolkit.artifacts.formats.gptq import group_index
@@ -187,8 +187,7 @@ def _read_fp4(checkpoint: Checkpoint, name: str, scheme: Scheme) -> Fp4:
 
     from toolkit.artifacts.canonical import Fp4
 
-    packed = checkpoint.tensor(f"{name}.weight_packed")
-    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    codes = unpack_pairs(checkpoint.tensor(f"{name}.weight_packed"))
     scales = checkpoint.tensor(f"{name}.weight_scale")
     if scheme.format.startswith("mx"):
         return Fp4(codes, scales.view(torch.uint8), scheme.group_size)

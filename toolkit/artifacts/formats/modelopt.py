@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from toolkit.artifacts.formats.bits import unpack_pairs
 from toolkit.artifacts.formats.layout import FLOATS, Expected, wrong
 from toolkit.errors import ToolkitError
 
@@ -121,8 +122,7 @@ def read_linear(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Bl
         codes = (weight.to(torch.int16) + 128).to(torch.uint8)
         scales = scale.reshape(n_out, 1)
         return GroupInt(codes, scales, torch.full_like(scales, 128, dtype=torch.uint8), 8, n_in)
-    codes = torch.stack([weight & 15, weight >> 4], dim=-1).flatten(-2)
-    return Fp4(codes, scale, NV_GROUP, _divisor(checkpoint, f"{name}.weight_scale_2"))
+    return Fp4(unpack_pairs(weight), scale, NV_GROUP, _divisor(checkpoint, f"{name}.weight_scale_2"))
 
 
 def _divisor(checkpoint: Checkpoint, name: str) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from toolkit.artifacts.formats.bits import unpack_pairs
 from toolkit.artifacts.formats.describe import Layout, form_name
 from toolkit.artifacts.formats.layout import Expected
 from toolkit.errors import ToolkitError
@@ -67,8 +68,7 @@ def _read(checkpoint: Checkpoint, prefix: str, shape: tuple[int, ...]) -> Fp4:
 
     from toolkit.artifacts.canonical import Fp4
 
-    blocks = checkpoint.tensor(f"{prefix}_blocks")
-    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).reshape(-1, shape[-1])
+    codes = unpack_pairs(checkpoint.tensor(f"{prefix}_blocks")).reshape(-1, shape[-1])
     scales = checkpoint.tensor(f"{prefix}_scales").view(torch.uint8)
     return Fp4(codes, scales.reshape(len(codes), -1), GROUP)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +10,7 @@ from toolkit.models.config.fields import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LA
 from toolkit.models.config.rope import LAYER_TYPES, read_rope
 from toolkit.models.spec import RopeSpec
 
+Names = tuple[str, ...]
 EPS_NAMES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 
 
@@ -66,6 +67,33 @@ def read_dims(
         max_position=config.integer("max_position_embeddings", "max_sequence_length", high=MAX_POSITION),
         tied=config.flag("tie_word_embeddings", tied),
     )
+
+
+def read_other_dims(
+    config: Fields,
+    *,
+    hidden: Names,
+    layers: Names,
+    heads: Names,
+    inner: Callable[[int], int],
+    length: Names = (),
+    tied: bool = False,
+) -> Dims:
+    """The dimensions of configs that call them by other names (those of each field), whose heads have keys of their own
+    and share the hidden size out among them. ``inner``: the width of the MLP, by the hidden size; ``length``: of
+    ``max_position_embeddings``, 2048 where none is stated; () = as everywhere. ``tied``: what its absence means."""
+    width = config.integer(*hidden)
+    usual: dict[str, int | None] = {
+        "hidden_size": width,
+        "num_hidden_layers": config.integer(*layers, high=MAX_LAYERS),
+        "num_attention_heads": config.integer(*heads, high=100_000),
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "intermediate_size": inner(width),
+    }
+    if length:
+        usual["max_position_embeddings"] = config.integer(*length, default=2048, high=MAX_POSITION)
+    return read_dims(config.changed(usual), eps=1e-5, tied=tied)
 
 
 def read_window(config: Fields, default: int | None = None) -> int | None:

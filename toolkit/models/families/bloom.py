@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from toolkit.models.config.dims import read_dims
-from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, Fields
+from toolkit.models.config.dims import read_other_dims
+from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, layer_norm, llama_like, plain_mlp
 from toolkit.models.encoder import EMBED_NORM
 from toolkit.models.family import Family, Tiny
@@ -24,20 +24,20 @@ NAMES = {
     "mlp.down_proj": "mlp.dense_4h_to_h",
 }
 
+NO_GGUF = "a norm behind the embedding is not read from GGUF files yet, nor written to them"
+
 
 def build(config: Fields) -> Built:
-    width = config.integer("hidden_size", "n_embed")
-    usual = {
-        "hidden_size": width,
-        "num_hidden_layers": config.integer("n_layer", "num_hidden_layers", high=MAX_LAYERS),
-        "num_attention_heads": config.integer("n_head", "num_attention_heads", high=100_000),
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "intermediate_size": 4 * width,
-        "max_position_embeddings": config.integer("seq_length", default=2048, high=MAX_POSITION),
-    }
     config.only(": sums of what the norms give are not computed", apply_residual_connection_post_layernorm=False)
-    dims = read_dims(config.changed(usual), eps=1e-5, tied=True)
+    dims = read_other_dims(
+        config,
+        hidden=("hidden_size", "n_embed"),
+        layers=("n_layer", "num_hidden_layers"),
+        heads=("n_head", "num_attention_heads"),
+        inner=lambda width: 4 * width,
+        length=("seq_length",),
+        tied=True,
+    )
     norm = partial(layer_norm, eps=dims.eps, bias=True)
     alibi = AlibiSpec(alibi_slopes(dims.heads))
     return llama_like(
@@ -64,6 +64,6 @@ FAMILY = Family(
         Tiny(SIZES),
         Tiny(dict(SIZES, hidden_size=96, n_head=6)),
     ),
-    "a norm behind the embedding is not read from GGUF files yet, nor written to them",
+    NO_GGUF,
     spellings=tuple((f"transformer.{part}", part) for part in ("h.", "word_embeddings", "ln_f")),
 )

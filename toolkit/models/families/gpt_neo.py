@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from toolkit.models.config.dims import read_dims
-from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, Fields
+from toolkit.models.config.dims import read_other_dims
+from toolkit.models.config.fields import MAX_POSITION, Fields
 from toolkit.models.decoder import Built, layer_norm, llama_like, plain_mlp
 from toolkit.models.encoder import POSITIONS
 from toolkit.models.families import gpt2
@@ -23,15 +23,14 @@ NAMES = gpt2.NAMES | {
 
 
 def build(config: Fields) -> Built:
-    width = config.integer("hidden_size")
-    usual = {
-        "num_hidden_layers": config.integer("num_layers", "num_hidden_layers", high=MAX_LAYERS),
-        "num_attention_heads": config.integer("num_heads", "num_attention_heads", high=100_000),
-        "intermediate_size": config.integer("intermediate_size", default=4 * width),
-        "num_key_value_heads": None,
-        "head_dim": None,
-    }
-    dims = read_dims(config.changed(usual), eps=1e-5, tied=True)
+    dims = read_other_dims(
+        config,
+        hidden=("hidden_size",),
+        layers=("num_layers", "num_hidden_layers"),
+        heads=("num_heads", "num_attention_heads"),
+        inner=lambda width: config.integer("intermediate_size", default=4 * width),
+        tied=True,
+    )
     act = config.activation("activation_function", default="gelu_new")
     slides = [kind == "local" for kind in _kinds(config, dims.layers)]
     window = config.integer("window_size", default=256, high=MAX_POSITION)

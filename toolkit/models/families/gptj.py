@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from toolkit.models.config.dims import Dims, read_dims
-from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, Fields
+from toolkit.models.config.dims import Dims, read_other_dims
+from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like, plain_mlp
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import RopeSpec
@@ -31,19 +31,15 @@ def build(config: Fields) -> Built:
 
 def read_gpt_dims(config: Fields, tied: bool = False) -> Dims:
     """The sizes by the names of GPT-2's config. ``tied``: what its absence means."""
-    width = config.integer("n_embd", "hidden_size")
-    usual = {
-        "hidden_size": width,
-        "num_hidden_layers": config.integer("n_layer", "num_hidden_layers", high=MAX_LAYERS),
-        "num_attention_heads": config.integer("n_head", "num_attention_heads", high=100_000),
-        "intermediate_size": config.integer("n_inner", default=4 * width),
-        "max_position_embeddings": config.integer(
-            "n_positions", "max_position_embeddings", default=2048, high=MAX_POSITION
-        ),
-        "num_key_value_heads": None,
-        "head_dim": None,
-    }
-    return read_dims(config.changed(usual), eps=1e-5, tied=tied)
+    return read_other_dims(
+        config,
+        hidden=("n_embd", "hidden_size"),
+        layers=("n_layer", "num_hidden_layers"),
+        heads=("n_head", "num_attention_heads"),
+        inner=lambda width: config.integer("n_inner", default=4 * width),
+        length=("n_positions", "max_position_embeddings"),
+        tied=tied,
+    )
 
 
 def like_gptj(config: Fields, dims: Dims, fused: tuple[Fused, ...] = ()) -> Built:

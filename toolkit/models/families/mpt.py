@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.models.config.dims import Dims, read_dims
-from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, Fields
+from toolkit.models.config.dims import Dims, read_other_dims
+from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, layer_norm, llama_like, plain_mlp
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import PLAIN_BLOCK, QKV, Gguf, Metadata, as_wide_as_the_model
@@ -53,17 +53,15 @@ def build(config: Fields) -> Built:
 
 
 def _dims(config: Fields) -> Dims:
-    width = config.integer("d_model", "hidden_size")
-    usual = {
-        "hidden_size": width,
-        "num_hidden_layers": config.integer("n_layers", "num_hidden_layers", high=MAX_LAYERS),
-        "num_attention_heads": config.integer("n_heads", "num_attention_heads", high=100_000),
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "intermediate_size": config.integer("expansion_ratio", default=4, high=64) * width,
-        "max_position_embeddings": config.integer("max_seq_len", default=2048, high=MAX_POSITION),
-    }
-    return read_dims(config.changed(usual), eps=1e-5, tied=True)
+    return read_other_dims(
+        config,
+        hidden=("d_model", "hidden_size"),
+        layers=("n_layers", "num_hidden_layers"),
+        heads=("n_heads", "num_attention_heads"),
+        inner=lambda width: config.integer("expansion_ratio", default=4, high=64) * width,
+        length=("max_seq_len",),
+        tied=True,
+    )
 
 
 def _slopes(heads: int, most: float) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, llama_like, plain_mlp
 from toolkit.models.encoder import EMBED_NORM
+from toolkit.models.families.bloom import NO_GGUF
 from toolkit.models.families.gemma2 import softcap
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import EncoderSpec, NormSpec
@@ -59,5 +60,5 @@ FAMILY = Family(
         Tiny({}),
         Tiny(dict(num_key_value_heads=1, final_logit_softcapping=None)),
     ),
-    "a norm behind the embedding is not read from GGUF files yet, nor written to them",
+    NO_GGUF,
 )
