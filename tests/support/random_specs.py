@@ -297,10 +297,9 @@ def _in_blocks(layer: LayerSpec, block: int) -> LayerSpec:
     return LayerSpec(tuple(replace(s, mixer=m) for s, m in zip(layer.sublayers, changed, strict=True)))
 
 
-def _beginning(draw: Draw, hidden: int, ropes: Sequence[RopeSpec]) -> EncoderSpec | None:
-    """What is added to embeddings, and the norm behind that; most often nothing. ``ropes``: of all layers."""
-    plain = all(rope.kind not in ("dynamic", "longrope") and not rope.sections for rope in ropes)
-    kind = draw(("", "", "", "norm", *(("positions", "both") if plain else ())))
+def _beginning(draw: Draw, hidden: int) -> EncoderSpec | None:
+    """What is added to embeddings, and the norm behind that; most often nothing."""
+    kind = draw(("", "", "", "positions", "norm", "both"))
     norm = _norm(draw, "model.embed_norm", hidden) if kind in ("norm", "both") else None
     offset = draw((0, 2))
     if kind in ("positions", "both"):
@@ -326,7 +325,7 @@ def any_spec(draw: Draw, quantized: bool = False) -> DecoderSpec:
         embed_scale=draw((1.0, 2.0)),
         head_scale=draw((1.0, 0.25)),
         logit_softcap=draw((None, 3.0)),
-        encoder=_beginning(draw, hidden, [r for layer in layers for s in layer.sublayers for r in s.mixer.ropes()]),
+        encoder=_beginning(draw, hidden),
     )
     spec = replace(spec, mask_token=3) if blocks else spec
     check_spec(spec)

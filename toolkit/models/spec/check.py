@@ -47,11 +47,6 @@ def check_spec(spec: DecoderSpec) -> None:
     sound.expect("mutual", not spec.mutual or spec.encodes, spec.mutual, "false without an encoder")
     if spec.encoder is not None:
         spec.encoder.check(spec.max_position, spec.hidden_size)
-        # The tensor runner has one number a token by which it turns and finds rows alike.
-        plain = all(rope.kind not in ("dynamic", "longrope") and not rope.sections for rope in spec.ropes())
-        sound.expect(
-            "positions", plain or spec.encoder.positions is None, "such", "none beside dynamic rope or sections"
-        )
         alone = spec.vision is None and (spec.tied or spec.encoder.writes)
         sound.expect("encoder", alone, "a head or a tower", "neither")
     crosses = any(mixer.kind == "cross" for _, mixer in spec.mixers())

@@ -33,6 +33,10 @@ class PositionTables:
         """Rows from a position's short frequencies to its long ones."""
         return self._length if len(self._sets) == 2 else 0
 
+    def places(self, rows: Tensor) -> Tensor:
+        """The positions whose rows these are, int64 [T], of whichever set of frequencies."""
+        return rows % self.offset if self.offset else rows
+
     def reach(self, position: int) -> bool:
         """Have tables that hold ``position``; True where there are new ones for it."""
         if position < self._length:

@@ -340,7 +340,7 @@ class Steps:
         return self.decoder.embed(torch.where(source >= 0, taken, t["ids"]))
 
     def _embed_text(self, t: dict[str, Tensor], added: Added) -> Tensor:
-        return added(self._embed(t), t["rope"], t.get("types"))
+        return added(self._embed(t), self._positions.places(t["rope"]), t.get("types"))
 
     def _plan(
         self,
