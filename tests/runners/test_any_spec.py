@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.models.spec import DecoderSpec, Mixer
-from toolkit.quant.layers.forward import added_by, embed, head_logits, layer_forward
+from toolkit.quant.layers.along import along
+from toolkit.quant.layers.forward import Given, added_by, embed, head_logits, layer_forward
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.native import runner as native
 from toolkit.runners.tensor.runner import TensorRunner
@@ -52,9 +53,11 @@ def _by_calibration(spec, weights, ids, support):
     w = support("random_specs").dense(weights)
     if spec.tied:
         w[spec.head] = w[spec.embed]
-    x = embed(spec, w[spec.embed], torch.tensor([ids]), added=added_by(spec, w))
-    for layer in spec.layers:
-        x = layer_forward(layer, w, x)
+    table = spec.per_layer
+    given = None if table is None else Given(table, lambda ids: w[table.embed][ids], w)
+    x = embed(spec, w[spec.embed], torch.tensor([ids]), None, added_by(spec, w), given)
+    for i, layer in enumerate(spec.layers):
+        x = layer_forward(layer, w, x, along=along(spec, i))
     return head_logits(spec, w, x)[0].numpy()
 
 
@@ -79,7 +82,13 @@ def _accepts(executor, spec, weights):
     return executor != "native" or native.unsupported(spec, OPTIONS) is None
 
 
-OF_PICTURES = {"vision", "head_rows", "seen", "cross"}  # texts have none: tests of families and vision have these
+OF_PICTURES = {
+    "vision",
+    "head_rows",
+    "seen",
+    "cross",
+    "pad",
+}  # texts have none: tests of families and vision have these
 NOT_VARIED = {"slopes", "kind", "family", "vocab_size", "max_position", "embed", "head", "shard", "group"}
 NOT_VARIED |= {"float16", "doubled"}  # they decide something as a model is opened: no executor reads them
 NOT_VARIED |= {"spread"}  # parts of models have it: tests/parallel/test_families.py

@@ -35,13 +35,20 @@ def states(spec: Any, weights: dict[str, Tensor], ids: list[int], types: list[in
         x = x + (table[e.types][torch.tensor(types or [0] * len(ids))] if e.types else 0)
         x = x + (table[e.positions][e.offset : e.offset + len(ids)] if e.positions else 0)
         x = _norm(e.norm, w, x)
-    for layer in spec.layers:
+    kept: dict[Any, Tensor] = {}  # what layers read of one another
+    if (table := spec.per_layer) is not None:
+        told = _norm(table.norm, w, x @ w[table.projection.name].T * table.projection_scale)
+        kept["given"] = (told + w[table.embed][torch.tensor(ids)] * table.embed_scale) * table.scale
+    for i, layer in enumerate(spec.layers):
         block = x
         for s in layer.sublayers:
             y = _norm(s.pre_norm, w, block if s.reads == "block" else x)
             x = y if s.carries else x
-            y = MIXERS[s.mixer.kind](s.mixer, w, y)
-            x = x + s.residual_scale * _norm(s.post_norm, w, y)
+            if i in {m.source for _, m in spec.mixers() if m.kind == "reuse"} and s.mixer.kind == "attention":
+                kept[i] = s.mixer, y
+            more = {"reuse": lambda m: kept[m.source], "per_layer": lambda m: (kept["given"],)}.get(s.mixer.kind)
+            y = MIXERS[s.mixer.kind](s.mixer, w, y, *(more(s.mixer) if more else ()))
+            x = (x + s.residual_scale * _norm(s.post_norm, w, y)) * (1 if s.factor is None else w[s.factor])
     return _norm(spec.final_norm, w, x)
 
 
@@ -76,7 +83,7 @@ def _attention(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
             q, k = (_turn(y, angle.cos() * factor, angle.sin() * factor) for y in (q, k))
     if a.q_scale is not None:
         q = q * torch.from_numpy(query_scale(a.q_scale, np.arange(len(x)))).double().view(-1, 1, 1)
-    k, v = (y.repeat_interleave(a.heads // a.kv_heads, 1) for y in (k, v))
+    k, v = (y.repeat_interleave(a.heads // a.kv_heads, 1) for y in (k, _norm(a.v_norm, w, v)))
     scores = torch.einsum("qhd,khd->hqk", q, k) * a.scale
     scores = scores if a.softcap is None else a.softcap * torch.tanh(scores / a.softcap)
     if a.alibi is not None:
@@ -100,6 +107,28 @@ def _attention(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     shares = torch.cat([scores, sink.view(-1, 1, 1).expand(-1, len(x), 1)], -1).softmax(-1)[..., :-1]
     y = torch.einsum("hqk,khd->qhd", shares, v).flatten(1)
     return _linear(a.o, w, y if a.gate is None else y * torch.sigmoid(_linear(a.gate, w, x)))
+
+
+def _reuse(m: Any, w: dict[str, Tensor], x: Tensor, source: Any, read: Tensor) -> Tensor:
+    """What layer ``m.source`` gives of ``read``, with this layer's queries in place of its own."""
+    q = _norm(m.q_norm, w, _linear(m.q, w, x)).view(len(x), -1, m.head_dim)
+    k, v = (_linear(p, w, read).view(len(x), -1, m.head_dim) for p in (source.k, source.v))
+    k, v = _norm(source.k_norm, w, k.flatten(1)).view(k.shape), _norm(source.v_norm, w, v)
+    for rope, turned in ((m.rope, q), (source.rope, k)):
+        if rope is not None:
+            frequencies, factor = inv_freq(rope, 0 < rope.original_max_position < len(x))
+            angle = torch.arange(len(x))[:, None, None] * torch.from_numpy(frequencies).double()
+            turned.copy_(_turn(turned, angle.cos() * factor, angle.sin() * factor))
+    age = torch.arange(len(x))[:, None] - torch.arange(len(x))
+    k, v = (y.repeat_interleave(m.heads // m.kv_heads, 1) for y in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * source.scale
+    shares = scores.masked_fill((age < 0) | (age >= (source.window or len(x))), float("-inf")).softmax(-1)
+    return _linear(m.o, w, torch.einsum("hqk,khd->qhd", shares, v).flatten(1))
+
+
+def _per_layer(m: Any, w: dict[str, Tensor], x: Tensor, given: Tensor) -> Tensor:
+    inner = ACTIVATIONS[m.activation](_linear(m.gate, w, x))
+    return _linear(m.down, w, inner * given[:, m.at : m.at + m.gate.out_features])
 
 
 def _streamed(a: Any, q: Tensor, k: Tensor, at: int) -> Tensor:
@@ -232,20 +261,28 @@ def _mixed_shares(m: Any, row: Tensor) -> Tensor:
 
 
 def _moe(m: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
-    shares = torch.stack([_shares(m, w, row) for row in _linear(m.router, w, x)])
+    apart = m.apart
+    read, x, beside = (
+        (x,) * 3 if apart is None else (_norm(n, w, x) for n in (apart.router, apart.experts, apart.shared))
+    )
+    shares = torch.stack([_shares(m, w, row) for row in _linear(m.router, w, read) * m.logit_scale])
+    shares = shares if m.each is None else shares * w[m.each]
     if m.weigh_input:
         weighed = (_mlp(e, w, x * shares[:, i : i + 1]) * (shares[:, i : i + 1] != 0) for i, e in enumerate(m.experts))
     else:
         weighed = (_mlp(e, w, x) * shares[:, i : i + 1] for i, e in enumerate(m.experts))
     y = sum(weighed)
     if m.shared is not None:
-        extra = _mlp(m.shared, w, x)
+        extra = _mlp(m.shared, w, beside)
+        y, extra = (y, extra) if apart is None else (_norm(apart.experts_out, w, y), _norm(apart.shared_out, w, extra))
         y = y + (extra if m.shared_gate is None else extra * torch.sigmoid(_linear(m.shared_gate, w, x)))
     return y
 
 
 MIXERS = {
     "attention": _attention,
+    "reuse": _reuse,
+    "per_layer": _per_layer,
     "latent": _latent,
     "short_conv": _short_conv,
     "mamba": _mamba,

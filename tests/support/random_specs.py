@@ -21,6 +21,7 @@ from toolkit.models.config.dims import Dims
 from toolkit.models.decoder import assemble
 from toolkit.models.spec import (
     AlibiSpec,
+    Apart,
     AttentionSpec,
     ConvSpec,
     DecoderSpec,
@@ -33,7 +34,10 @@ from toolkit.models.spec import (
     MlpSpec,
     MoeSpec,
     NormSpec,
+    PerLayerSpec,
+    PerLayerTable,
     QueryScale,
+    ReuseSpec,
     RopeSpec,
     ShortConvSpec,
     Sublayer,
@@ -118,6 +122,7 @@ def _attention(draw: Draw, prefix: str, hidden: int, ropes: Sequence[RopeSpec], 
         norm_last=draw(BOTH),
         q_scale=draw((None, None, QueryScale("floor", 8, 0.5, 1), QueryScale("log", 12))),
         gate=LinearSpec(f"{prefix}.g_proj", hidden, heads * dim, bias) if rare and draw(BOTH) else None,
+        v_norm=draw((None, None, NormSpec(f"{prefix}.v_norm", dim, 1e-6, weight=False))),
     )
 
 
@@ -219,15 +224,25 @@ def _moe(draw: Draw, prefix: str, hidden: int, quantized: bool) -> MoeSpec:
     rest = (_mlp(draw, f"{prefix}.experts.{e}", hidden, inner, first) for e in range(1, count))
     shared = _mlp(draw, f"{prefix}.shared", hidden, 64) if draw(BOTH) else None
     gate = LinearSpec(f"{prefix}.shared_gate", hidden, 1) if shared is not None and draw(BOTH) else None
+    routing = _routing(draw, prefix, count, quantized)
     return MoeSpec(
         router=LinearSpec(f"{prefix}.gate", hidden, count, draw(BOTH)),
         experts=(first, *rest),
-        **_routing(draw, prefix, count, quantized),
+        **routing,
         scale=draw((1.0, 1.5)),
         shared=shared,
         shared_gate=gate,
         weigh_input=draw((False, False, True)),
+        logit_scale=draw((1.0, 0.5)),
+        each=draw((None, f"{prefix}.each")),
     )
+
+
+def _apart(draw: Draw, prefix: str, hidden: int, moe: MoeSpec) -> MoeSpec:
+    """Beside an MLP, each with norms of its own."""
+    norms = (_norm(draw, f"{prefix}.{name}", hidden) for name in ("router", "in", "shared_in", "out", "shared_out"))
+    shared = _mlp(draw, f"{prefix}.shared", hidden, 64)
+    return replace(moe, apart=Apart(*norms), shared=shared, shared_gate=None, weigh_input=False)
 
 
 def _routing(draw: Draw, prefix: str, count: int, quantized: bool) -> dict[str, Any]:
@@ -273,7 +288,9 @@ def _layer(draw: Draw, index: int, hidden: int, quantized: bool, ropes: Sequence
                 mixer = replace(mixer, activation="relu2", gate_scale=1.0 if mixer.gate is None else 0.6)
         else:
             mixer = _moe(draw, f"{prefix}.moe", hidden, quantized)
-        before = _maybe_norm(draw, f"{prefix}.before_{i}", hidden)
+            if parallel == 0 and draw(range(3)) == 0:
+                mixer = _apart(draw, f"{prefix}.moe", hidden, mixer)
+        before = _maybe_norm(draw, f"{prefix}.before_{i}", hidden) if mixer.readers() else None
         if 0 < i < parallel and shares:
             before = sublayers[i - 1].pre_norm
         sublayers.append(
@@ -287,7 +304,49 @@ def _layer(draw: Draw, index: int, hidden: int, quantized: bool, ropes: Sequence
                 "block" if i < parallel else "stream",
             )
         )
+    if draw(range(4)) == 0:
+        sublayers[-1] = replace(sublayers[-1], factor=f"{prefix}.factor")
     return LayerSpec(tuple(sublayers))
+
+
+def _reading_others(draw: Draw, hidden: int, layers: list[LayerSpec], ropes: Sequence[RopeSpec]) -> list[LayerSpec]:
+    """With a layer behind them that reads keys and values of the first one with attention, then a plain one."""
+    places = [(i, k) for i, layer in enumerate(layers) for k, s in enumerate(layer.sublayers)]
+    at = next((at for at in places if layers[at[0]].sublayers[at[1]].mixer.kind == "attention"), None)
+    if at is None:
+        return layers
+    (source, k), prefix = at, f"model.layers.{len(layers)}"
+    subs = list(layers[source].sublayers)
+    plain: dict[str, Any] = dict.fromkeys(("alibi", "softcap", "sinks", "clip", "q_scale", "gate"))
+    mixer: Any = subs[k].mixer
+    a = replace(mixer, chunked=False, norm_last=False, **plain)
+    subs[k] = replace(subs[k], mixer=a)
+    size = a.heads * a.head_dim
+    q, o = LinearSpec(f"{prefix}.q", hidden, size, draw(BOTH)), LinearSpec(f"{prefix}.o", size, hidden, draw(BOTH))
+    norm = draw((None, NormSpec(f"{prefix}.q_norm", a.head_dim, 1e-6)))
+    reads = ReuseSpec(q, o, a.heads, a.kv_heads, a.head_dim, draw((None, *ropes)), source, norm)
+    last = Sublayer(reads, _norm(draw, f"{prefix}.before", hidden), _maybe_norm(draw, f"{prefix}.after", hidden))
+    return [*layers[:source], LayerSpec(tuple(subs)), *layers[source + 1 :], LayerSpec((last,))]
+
+
+def _given(draw: Draw, hidden: int, layers: list[LayerSpec]) -> tuple[list[LayerSpec], PerLayerTable]:
+    """With embeddings of each layer's own."""
+    size, found = draw((16, 32)), []
+    for i, layer in enumerate(layers):
+        prefix = f"model.layers.{i}.per_layer"
+        gate, down = (
+            LinearSpec(f"{prefix}.{name}", *shape, draw(BOTH))
+            for name, shape in (("gate", (hidden, size)), ("down", (size, hidden)))
+        )
+        mixer = PerLayerSpec(gate, down, draw(("silu", "gelu_tanh")), i * size)
+        norms = _maybe_norm(draw, f"{prefix}.before", hidden), _norm(draw, f"{prefix}.after", hidden)
+        last = layer.sublayers[-1]
+        plain = (*layer.sublayers[:-1], replace(last, factor=None))
+        found.append(LayerSpec((*plain, Sublayer(mixer, *norms, factor=last.factor))))
+    projection = LinearSpec("model.projection", hidden, size * len(layers))
+    scales = draw(((2.0, 0.5, 0.7), (1.0, 0.3, 1.0)))
+    norm = _norm(draw, "model.projection_norm", size)
+    return found, PerLayerTable("model.table", VOCAB + draw((0, 3)), scales[0], projection, scales[1], norm, scales[2])
 
 
 def _in_blocks(layer: LayerSpec, block: int) -> LayerSpec:
@@ -316,6 +375,8 @@ def any_spec(draw: Draw, quantized: bool = False) -> DecoderSpec:
     blocks = all(m.kind == "attention" for m in attention) and draw(range(6)) == 0
     if blocks:
         layers = [_in_blocks(layer, 4) for layer in layers]
+    layers = _reading_others(draw, hidden, layers, ropes) if not blocks and draw(range(3)) == 0 else layers
+    layers, table = _given(draw, hidden, layers) if draw(range(4)) == 0 else (layers, None)
     dims = Dims(VOCAB, hidden, 0, len(layers), 1, 1, 1, 1e-6, 256, draw(BOTH))
     spec = assemble(
         dims,
@@ -326,6 +387,7 @@ def any_spec(draw: Draw, quantized: bool = False) -> DecoderSpec:
         head_scale=draw((1.0, 0.25)),
         logit_softcap=draw((None, 3.0)),
         encoder=_beginning(draw, hidden),
+        per_layer=table,
     )
     spec = replace(spec, mask_token=3) if blocks else spec
     check_spec(spec)
@@ -351,6 +413,9 @@ def weights(spec: Any, form: str, seed: int) -> dict[str, Any]:
     found[spec.embed] = Dense(normal(spec.vocab_size, spec.hidden_size))
     if not spec.tied:
         found[spec.head] = Dense(normal(spec.vocab_size, spec.hidden_size) / spec.hidden_size**0.5)
+    if (table := spec.per_layer) is not None:
+        found[table.embed] = Dense(normal(table.rows, table.columns))
+        found[table.projection.name] = Dense(normal(table.columns, spec.hidden_size))
     routers = spec.routers()
     for x in spec.linears():
         w = normal(x.out_features, x.in_features) * 1.2 / x.in_features**0.5

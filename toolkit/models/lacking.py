@@ -21,8 +21,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     ),
     "Fourier position embeddings": ("InternS1ProForConditionalGeneration",),
     "embeddings of each layer's own, keys and values of an earlier layer, or keys that are values too": (
-        "Gemma3nForConditionalGeneration", "Gemma3nForCausalLM", "Gemma4ForConditionalGeneration",
-        "Gemma4ForCausalLM", "Gemma4AssistantForCausalLM", "Gemma4UnifiedForConditionalGeneration",
+        "Gemma3nForConditionalGeneration", "Gemma3nForCausalLM", "Gemma4AssistantForCausalLM",
+        "Gemma4UnifiedForConditionalGeneration",
         "Gemma4UnifiedForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
     ),
     "positions of sines that are added to the embedding, or norms behind each sum": (

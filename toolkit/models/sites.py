@@ -23,6 +23,7 @@ from toolkit.models.spec import (
     LinearSpec,
     MambaSpec,
     MlpSpec,
+    MoeSpec,
     NormSpec,
     ShortConvSpec,
     Sublayer,
@@ -80,7 +81,7 @@ def layer_sites(layer: LayerSpec) -> list[Site]:
             found[entry] = replace(one, linears=linears, followers=followers)
         else:
             entry = len(found)
-            found.append(_entry(sub))
+            found += [_entry(sub)] if sub.mixer.readers() else []
         if sub.mixer.kind in INNER:
             found += INNER[sub.mixer.kind](sub.mixer)
         found += [_down_site(m) for m in sub.mixer.mlps()]
@@ -94,9 +95,18 @@ def _entry(sub: Sublayer) -> Site:
     return Site(sub.mixer.input_name(), readers[0].in_features, readers, sub.mixer.routers(), fold)
 
 
+def _moe_sites(m: MoeSpec) -> list[Site]:
+    found = []
+    for mlps, norm in m.normed():
+        linears = tuple(x for mlp in mlps for x in mlp.readers())
+        found.append(Site(linears[0].name, linears[0].in_features, linears, (), NormFold(norm)))
+    return found
+
+
 def _attention_sites(a: AttentionSpec) -> list[Site]:
     into = RowFold(a.v, width=a.head_dim, repeat=a.heads // a.kv_heads)
-    return [Site(a.o.name, a.o.in_features, (a.o,), (), into if a.clip is None else None)]
+    alone = a.clip is None and a.v_norm is None and a.v != a.k
+    return [Site(a.o.name, a.o.in_features, (a.o,), (), into if alone else None)]
 
 
 def _latent_sites(a: LatentSpec) -> list[Site]:
@@ -120,10 +130,13 @@ def _out(m: ShortConvSpec | MambaSpec | DeltaSpec, fold: NormFold | RowFold | No
 
 INNER: dict[str, Callable[[Any], list[Site]]] = {
     "attention": _attention_sites,
+    "reuse": lambda m: [Site(m.o.name, m.o.in_features, (m.o,), (), None)],  # its values are another layer's
     "latent": _latent_sites,
     "cross": _cross_sites,
     "short_conv": lambda m: _out(m, RowFold(m.c)),
     "mamba": lambda m: _out(m, None if m.norm is None else NormFold(m.norm)),
+    "moe": _moe_sites,
+    "per_layer": lambda m: [Site(m.down.name, m.down.in_features, (m.down,), (), None)],
     "delta": lambda m: _out(m, None),  # its heads share one norm's weight, which can take no scale of each channel
 }
 """By kind of mixer: its sites behind the entry, MLPs apart."""
@@ -131,11 +144,13 @@ INNER: dict[str, Callable[[Any], list[Site]]] = {
 
 WRITERS: dict[str, Callable[[Any], LinearSpec | None]] = {
     "attention": lambda m: m.o,
+    "reuse": lambda m: m.o,
     "latent": lambda m: m.o,
     "short_conv": lambda m: m.out,
     "mamba": lambda m: m.out,
     "delta": lambda m: m.out,
     "mlp": lambda m: m.down if m.seen is None else None,
+    "per_layer": lambda m: m.down,
 }
 """By kind of mixer: the linear that its outputs come from."""
 

@@ -122,12 +122,17 @@ def stored_tensors(
         found += [_whole(name, rename, "vector", shape) for name, shape in shapes.items()]
         first = spec.encoder.norm
         found += [_norm(first, rename)] if first is not None and first.weight else []
+    if (table := spec.per_layer) is not None:
+        found.append(_whole(table.embed, rename, "router", (table.rows, table.columns)))
+        found.append(_whole(table.projection.name, rename, "router", (table.columns, spec.hidden_size)))
+        found.append(_norm(table.norm, rename))
     for i, layer in enumerate(spec.layers):
         prefix = f"model.layers.{i}."
         modules = [_norm(n, rename) for n in layer.norms() if n.weight]
         for mixer in (s.mixer for s in layer.sublayers):
             sizes = {name: (size,) for name, size in mixer.vectors().items()} | mixer.shapes()
             modules += [_whole(name, rename, "vector", size) for name, size in sizes.items()]
+        modules += [_whole(s.factor, rename, "vector", (1,)) for s in layer.sublayers if s.factor is not None]
         for m in layer.linears():
             kind: Literal["router", "linear"] = "router" if m.name in routers else "linear"
             group = member.get(m.name.removeprefix(prefix))

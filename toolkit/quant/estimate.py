@@ -15,6 +15,7 @@ from torch import Tensor
 
 from toolkit.models.sites import layer_sites
 from toolkit.models.spec import LinearSpec
+from toolkit.quant.layers.along import width
 from toolkit.quant.layers.forward import in_bf16, layer_forward, narrow
 from toolkit.quant.layers.layerwise import CPU_TOKENS
 from toolkit.quant.layers.probe import WINDOW
@@ -79,7 +80,7 @@ def measure(source: LayerSource, device: torch.device) -> Rates:
     """Run a layer from the middle of the model for a moment."""
     index = len(source.spec.layers) // 2
     layer, weights = source.spec.layers[index], source.layer(index, device)
-    x = torch.randn(1, min(WINDOW, source.spec.max_position), source.spec.hidden_size, device=device)
+    x = torch.randn(1, min(WINDOW, source.spec.max_position), width(source.spec), device=device)
     batch = x[:, : max(1, CPU_TOKENS // 4)].expand(4, -1, -1).contiguous()
     narrowed = narrow(weights, device)
     clocks: list[Callable[[], float]] = [time.perf_counter]
@@ -97,14 +98,14 @@ def measure(source: LayerSource, device: torch.device) -> Rates:
 
     def rough() -> Tensor:
         with in_bf16(device):
-            return layer_forward(layer, narrowed, batch)
+            return layer_forward(layer, narrowed, batch, along=source.along(index))
 
     wide = max((linear for site in layer_sites(layer) for linear in site.linears), key=_size)
     weight, square = (
         torch.randn(rows, wide.in_features, device=device) for rows in (wide.out_features, wide.in_features)
     )
     return Rates(
-        took(lambda: layer_forward(layer, weights, x)) / x.shape[1],
+        took(lambda: layer_forward(layer, weights, x, along=source.along(index))) / x.shape[1],
         took(rough) / (batch.shape[0] * batch.shape[1]),
         took(lambda: weight @ square) / (2 * _size(wide) * wide.in_features),
         took(lambda: fake_quantize(weight[:SEARCH_ROWS], wide.in_features, bits=4, symmetric=False)) / _sampled(wide),

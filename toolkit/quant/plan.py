@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from toolkit.models.sites import Site, layer_sites, writers
 from toolkit.models.spec import LayerSpec, LinearSpec
+from toolkit.quant.layers.along import width
 from toolkit.quant.layers.lazy import KEEP
 from toolkit.quant.layers.probe import WINDOW
 from toolkit.quant.layers.source import LayerSource, module_bytes
@@ -69,8 +70,8 @@ def plan_memory(
     memory as a whole; ``products``: whether it takes XᵀX; ``carries``: whether it compares the residual stream, and has
     the text twice; ``guided``: whether gradients guide its rounding; ``swept``: whether that is gone through again."""
     spec = source.spec
-    text_bytes = (1 + carries) * samples * seqlen * spec.hidden_size * FLOAT
-    activations = text_bytes + 2 * eval_tokens * spec.hidden_size * FLOAT
+    text_bytes = (1 + carries) * samples * seqlen * width(spec) * FLOAT
+    activations = text_bytes + 2 * eval_tokens * width(spec) * FLOAT
     disk = max(0, activations - int(cache_memory * (1 << 30)))
     grams = samples > 0 and products
     text, window = min(batch_size, samples) * seqlen, min(WINDOW, eval_tokens)

@@ -330,7 +330,7 @@ def _quantize(
     with spill_of(stage, common) as spill:
         flow = Flow(source, ids, table, setting.device, setting.batch_size, spill, known.tokens)
         exact = Flow(source, ids, table, setting.device, setting.batch_size, spill) if setting.carries else None
-        probe = Probe(source.spec, table, heldout, setting.device, spill, source.added)
+        probe = Probe(source.spec, table, heldout, setting.device, spill, source.added, source.given)
         del table
         told = partial(progress, "quantizing layers" if tune_steps else "quantizing and measuring layers")
         # where the last layer is there already, the text does not go through the original layers up to it

@@ -21,9 +21,11 @@ from toolkit.models.spec.latent import LatentSpec
 from toolkit.models.spec.mamba import MambaSpec
 from toolkit.models.spec.mixer import Rotary
 from toolkit.models.spec.mlp import MlpSpec
-from toolkit.models.spec.moe import MoeSpec
+from toolkit.models.spec.moe import Apart, MoeSpec
 from toolkit.models.spec.mtp import MtpSpec
 from toolkit.models.spec.parts import Activation, AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec, Spread
+from toolkit.models.spec.per_layer import PerLayerSpec, PerLayerTable
+from toolkit.models.spec.reuse import ReuseSpec
 from toolkit.models.spec.share import Cut, Share, Unit, Units, portion
 from toolkit.models.spec.short_conv import ConvSpec, ShortConvSpec
 from toolkit.models.spec.stored import Part, Rows, StoredTensor
@@ -33,6 +35,7 @@ __all__ = [
     "POOLINGS",
     "Activation",
     "AlibiSpec",
+    "Apart",
     "AttentionSpec",
     "CacheGroup",
     "ConvSpec",
@@ -56,8 +59,11 @@ __all__ = [
     "NormSpec",
     "Paged",
     "Part",
+    "PerLayerSpec",
+    "PerLayerTable",
     "Pooling",
     "QueryScale",
+    "ReuseSpec",
     "RopeSpec",
     "Rotary",
     "Rows",

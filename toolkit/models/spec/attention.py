@@ -28,6 +28,7 @@ class AttentionSpec(MixerSpec):
     lowers scores by the distance on both sides (BERT, ModernBERT, jina v2).
     ``sink_tokens`` s: beside a window w of (p - w, p], where p is s + w or more, the first s positions are seen, as by
     a query at s + w - 1: as if they stood right before the window; below, p sees all (StreamingLLM).
+    ``v`` may be ``k``: values are then what keys were before norm and rope. ``v_norm``: of each head of them (Gemma 4).
     """
 
     q: LinearSpec
@@ -54,19 +55,21 @@ class AttentionSpec(MixerSpec):
     block: int = later(1)
     mutual: bool = later(False)
     sink_tokens: int = later(0)
+    v_norm: NormSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
     kind: Literal["attention"] = "attention"
 
     def linears(self) -> tuple[LinearSpec, ...]:
         return (*self.readers(), self.o)
 
     def readers(self) -> tuple[LinearSpec, ...]:
-        return (self.q, self.k, self.v, *(() if self.gate is None else (self.gate,)))
+        v = () if self.v == self.k else (self.v,)
+        return (self.q, self.k, *v, *(() if self.gate is None else (self.gate,)))
 
     def width(self, hidden: int) -> int:
         return (4 * self.heads + 4 * self.kv_heads) * self.head_dim
 
     def norms(self) -> tuple[NormSpec, ...]:
-        return tuple(n for n in (self.q_norm, self.k_norm) if n is not None)
+        return tuple(n for n in (self.q_norm, self.k_norm, self.v_norm) if n is not None)
 
     def vectors(self) -> dict[str, int]:
         return {} if self.sinks is None else {self.sinks: self.heads}
@@ -77,7 +80,8 @@ class AttentionSpec(MixerSpec):
     def rotary(self) -> dict[str, Rotary]:
         if self.rope is None:
             return {}
-        names = (self.q.name, self.k.name, *(n.name for n in self.norms()))
+        turned = (self.q, self.k, self.q_norm, self.k_norm)
+        names = (x.name for x in turned if x is not None)
         return dict.fromkeys(names, Rotary(self.head_dim, 0, self.rope.rotary_dim))
 
     def keeps(self) -> Paged:
@@ -118,6 +122,8 @@ class AttentionSpec(MixerSpec):
             sound.norm(self.q_norm, self.head_dim, q_size, heads=self.heads)
         if self.k_norm is not None:
             sound.norm(self.k_norm, self.head_dim, kv_size, heads=self.kv_heads)
+        if self.v_norm is not None:
+            sound.norm(self.v_norm, self.head_dim)
         for name, limit in (("softcap", self.softcap), ("clip", self.clip)):
             sound.expect(name, limit is None or limit > 0, limit, "a number above 0")
         sound.expect("chunked", not self.chunked or self.window is not None, self.chunked, "false without a window")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Integer fields that may be zero; every other one is a size or a count.
 _MAY_BE_ZERO = {"group", "original_max_position", "max_position", "offset", "head_rows", "mask_token"}
-_MAY_BE_ZERO |= {"position_rows", "type_rows", "sink_tokens", "turning"}
+_MAY_BE_ZERO |= {"position_rows", "type_rows", "sink_tokens", "turning", "source", "pad", "at"}
 # Stages of a projector that give other widths than they take.
 WIDENING = ("linear", "matrix", "gated", "resample", "attend")
 _MAY_BE_ZERO_IN_VISION = {"grid", "window", "full", "inputs", "outputs", "image_token", "most_tiles", "layer"}
@@ -49,6 +49,9 @@ def check_spec(spec: DecoderSpec) -> None:
         spec.encoder.check(spec.max_position, spec.hidden_size)
         alone = spec.vision is None and (spec.tied or spec.encoder.writes)
         sound.expect("encoder", alone, "a head or a tower", "neither")
+    if spec.per_layer is not None:
+        spec.per_layer.check(spec.vocab_size, spec.hidden_size)
+    _reads_others(spec)
     crosses = any(mixer.kind == "cross" for _, mixer in spec.mixers())
     sound.expect("crossed", crosses == (spec.vision is not None and spec.vision.crossed), crosses, "cross layers alike")
     sound.norm(spec.final_norm, spec.hidden_size)
@@ -59,13 +62,43 @@ def check_spec(spec: DecoderSpec) -> None:
             sound.expect("reads", good, s.reads, "stream, as the sublayer before it reads")
             carries = s.pre_norm is not None and s.reads == "stream"
             sound.expect("carries", carries or not s.carries, s.carries, "false without a norm of the stream")
+            apart = s.mixer.readers() or not (s.reads == "block" or s.pre_norm or layer.beside(i + 1))
+            sound.expect("apart", bool(apart), "beside others, or a norm", "none where the mixer norms what it reads")
+            last = s.factor is None or i == len(layer.sublayers) - 1
+            sound.expect("factor", last, s.factor, "none but of a layer's last sublayer")
             _sublayer(s, spec.hidden_size)
     _groups(spec)
     names = [spec.embed, spec.head, *(x.name for x in spec.linears()), *(n.name for n in spec.norms())]
-    names += [name for layer in spec.layers for s in layer.sublayers for name in s.mixer.vectors()]
+    subs = [s for layer in spec.layers for s in layer.sublayers]
+    names += [name for s in subs for name in (*s.mixer.vectors(), *(() if s.factor is None else (s.factor,)))]
+    names += [] if spec.per_layer is None else [spec.per_layer.embed, spec.per_layer.projection.name]
     names += [] if spec.encoder is None else list(spec.encoder.vectors(spec.hidden_size))
     for name, count in Counter(names).items():
         sound.expect("name", bool(name) and count == 1, name, "a name that is given once")
+
+
+def _reads_others(spec: DecoderSpec) -> None:
+    """What layers read of other layers, and of the table of all, is there."""
+    kept = dict(spec.attention_layers())
+    columns = 0 if spec.per_layer is None else spec.per_layer.columns
+    for layer, mixer in spec.mixers():
+        if mixer.kind == "per_layer":
+            end = mixer.at + mixer.gate.out_features
+            sound.expect("at", end <= columns, mixer.at, f"a part of the {columns} columns of per_layer")
+        if mixer.kind != "reuse":
+            continue
+        source = kept.get(mixer.source)
+        before = source is not None and mixer.source < layer
+        sound.expect("source", before, mixer.source, f"a layer with attention before layer {layer}")
+        assert source is not None
+        mine, theirs = ((m.kv_heads, m.head_dim, m.group) for m in (mixer, source))
+        sound.expect("source", mine == theirs, mine, f"kv_heads, head_dim and group {theirs} of its layer")
+        odd = source.chunked or source.block > 1 or source.mutual or source.sink_tokens or source.alibi
+        odd = (
+            odd or source.softcap is not None or source.sinks is not None or source.clip is not None or source.norm_last
+        )
+        odd = odd or source.q_scale is not None or source.gate is not None
+        sound.expect("source", not odd, mixer.source, "a layer of plain attention")
 
 
 def _numbers(node: Any, field: str, may_be_zero: Set[str]) -> None:

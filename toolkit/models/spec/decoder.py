@@ -19,10 +19,23 @@ from toolkit.models.spec.mamba import MambaSpec
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.moe import MoeSpec
 from toolkit.models.spec.parts import LinearSpec, NormSpec, RopeSpec
+from toolkit.models.spec.per_layer import PerLayerSpec, PerLayerTable
+from toolkit.models.spec.reuse import ReuseSpec
 from toolkit.models.spec.short_conv import ShortConvSpec
 from toolkit.models.vision import VisionSpec
 
-Mixer = AttentionSpec | LatentSpec | CrossSpec | ShortConvSpec | MambaSpec | DeltaSpec | MlpSpec | MoeSpec
+Mixer = (
+    AttentionSpec
+    | ReuseSpec
+    | LatentSpec
+    | CrossSpec
+    | ShortConvSpec
+    | MambaSpec
+    | DeltaSpec
+    | MlpSpec
+    | MoeSpec
+    | PerLayerSpec
+)
 
 
 class Keeper(NamedTuple):
@@ -40,6 +53,7 @@ class Sublayer:
     ``reads``: y is the residual stream x as it is now ("stream"), or as it was at the beginning of the layer ("block"),
     which makes sublayers parallel. Sublayers that read the block may share a norm: they then name the same one.
     ``carries``: what ``pre_norm`` gives takes the place of x before all else, as where norms stand behind each sum.
+    ``factor`` names a number that x is multiplied by behind the sum; of a layer's last sublayer alone (Gemma 4).
     """
 
     mixer: Mixer
@@ -48,6 +62,7 @@ class Sublayer:
     residual_scale: float = 1.0
     reads: Literal["stream", "block"] = later("stream")
     carries: bool = later(False)
+    factor: str | None = later(None)
 
 
 @dataclass(frozen=True)
@@ -56,7 +71,7 @@ class LayerSpec:
 
     def beside(self, index: int) -> bool:
         """Whether sublayer ``index`` reads what the one before it read, whose output is not yet added."""
-        return index > 0 and self.sublayers[index].reads == "block"
+        return 0 < index < len(self.sublayers) and self.sublayers[index].reads == "block"
 
     def shares(self, index: int) -> bool:
         """Whether it also has the norm of the one before it: both have the same input."""
@@ -79,7 +94,7 @@ class LayerSpec:
         found = {f"{x.name}.bias": x.out_features for x in self.linears() if x.bias}
         for part in (*self.norms(), *(s.mixer for s in self.sublayers)):
             found |= part.vectors()
-        return found
+        return found | {factor: 1 for s in self.sublayers if (factor := s.factor) is not None}
 
 
 def grouped(layers: Iterable[LayerSpec]) -> tuple[tuple[LayerSpec, ...], tuple[CacheGroup, ...]]:
@@ -93,10 +108,17 @@ def grouped(layers: Iterable[LayerSpec]) -> tuple[tuple[LayerSpec, ...], tuple[C
                 groups.setdefault(kept.rule, []).append(i)
                 mixer: Any = s.mixer
                 s = replace(s, mixer=replace(mixer, group=list(groups).index(kept.rule)))
+            if s.mixer.kind == "reuse":
+                s = replace(s, mixer=replace(s.mixer, group=_keeper(placed[s.mixer.source]).group))
             sublayers.append(s)
         placed.append(LayerSpec(tuple(sublayers)))
     made = (CacheGroup(kind, window, tuple(members), sinks) for (kind, window, sinks), members in groups.items())
     return tuple(placed), tuple(made)
+
+
+def _keeper(layer: LayerSpec) -> Mixer:
+    """The mixer whose keys and values another layer reads."""
+    return next(s.mixer for s in layer.sublayers if s.mixer.kind == "attention")
 
 
 @dataclass(frozen=True)
@@ -110,7 +132,7 @@ class DecoderSpec:
     ``mask_token``: of a model that guesses the tokens of a block together, in several passes (block diffusion), the id
     that stands where one is not known yet; logits of a row are then about its own token, not the next. ``float16``:
     whether what it computes stays within that type's numbers. ``encoder``: of a model that reads texts as wholes and
-    has no head; nothing is drawn from it.
+    has no head; nothing is drawn from it. ``per_layer``: what layers are given of each token beside the stream.
     """
 
     family: str
@@ -132,6 +154,7 @@ class DecoderSpec:
     mask_token: int | None = later(None)
     float16: bool = later(True)
     encoder: EncoderSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
+    per_layer: PerLayerTable | None = later(None)  # noqa: RUF009 (a field, as the others are)
 
     def __repr__(self) -> str:
         """One line; all of it is ``to_json()``."""
@@ -214,6 +237,7 @@ class DecoderSpec:
     def norms(self) -> list[NormSpec]:
         """Every norm, q/k norms and the final one included, in execution order."""
         first = [] if self.encoder is None or self.encoder.norm is None else [self.encoder.norm]
+        first += [] if self.per_layer is None else [self.per_layer.norm]
         return [*first, *(n for layer in self.layers for n in layer.norms()), self.final_norm]
 
     def vectors(self) -> dict[str, int]:
@@ -222,6 +246,8 @@ class DecoderSpec:
         if self.encoder is not None:
             found |= self.encoder.vectors(self.hidden_size)
             found |= {} if self.encoder.norm is None else self.encoder.norm.vectors()
+        if self.per_layer is not None:
+            found |= self.per_layer.norm.vectors()
         for layer in self.layers:
             found |= layer.vectors()
         return found

@@ -38,6 +38,10 @@ class MixerSpec:
         """Those that read the sublayer's input, routers apart."""
         raise NotImplementedError
 
+    def inputs(self) -> tuple[tuple[LinearSpec, ...], ...]:
+        """Linears that read the same numbers, routers included, together."""
+        return ((*self.readers(), *self.routers()),)
+
     def input_name(self) -> str:
         """What the sublayer's input is called where inputs are observed."""
         return self.readers()[0].name

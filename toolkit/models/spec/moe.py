@@ -10,8 +10,23 @@ from toolkit.base.record import later
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.mlp import MlpSpec
-from toolkit.models.spec.parts import LinearSpec
+from toolkit.models.spec.parts import LinearSpec, NormSpec
 from toolkit.models.spec.share import Cut, Share, Unit
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Norms of a mixture beside an MLP: of what the router, the experts and the ``shared`` MLP read, all of them the
+    same input; and of what the experts give together, and the shared MLP, before both are added."""
+
+    router: NormSpec
+    experts: NormSpec
+    shared: NormSpec
+    experts_out: NormSpec
+    shared_out: NormSpec
+
+    def norms(self) -> tuple[NormSpec, ...]:
+        return (self.router, self.experts, self.shared, self.experts_out, self.shared_out)
 
 
 @dataclass(frozen=True)
@@ -25,6 +40,8 @@ class MoeSpec(MixerSpec):
     good as its best expert or its two best together (``group_score``). "sparsemixer" (Phi-3.5-MoE, ``top_k`` 2): each
     choice is weighed by the softmax over the logits left that are at most 2 · ``jitter`` of their size below the best.
     ``weigh_input``: weights multiply what an expert reads, not what it gives (Llama 4).
+    ``apart``: norms of what each of them reads and gives. ``logit_scale`` multiplies the router's logits; ``each``
+    names a number an expert, by which its weight is multiplied in the end (Gemma 4).
     """
 
     router: LinearSpec
@@ -41,6 +58,9 @@ class MoeSpec(MixerSpec):
     group_score: Literal["best", "two"] = later("best")
     jitter: float = later(0.0)
     weigh_input: bool = later(False)
+    apart: Apart | None = later(None)  # noqa: RUF009 (a field, as the others are)
+    logit_scale: float = later(1.0)
+    each: str | None = later(None)
     kind: Literal["moe"] = "moe"
 
     def mlps(self) -> tuple[MlpSpec, ...]:
@@ -52,7 +72,22 @@ class MoeSpec(MixerSpec):
         return (self.router, *(x for m in self.mlps() for x in m.linears()), *gate)
 
     def readers(self) -> tuple[LinearSpec, ...]:
-        return tuple(x for m in self.mlps() for x in m.readers())
+        return () if self.apart is not None else self._first(self.mlps())
+
+    def inputs(self) -> tuple[tuple[LinearSpec, ...], ...]:
+        if self.apart is None or self.shared is None:
+            return super().inputs()
+        return (self.routers(), *(self._first(mlps) for mlps, _ in self.normed()))
+
+    def normed(self) -> tuple[tuple[tuple[MlpSpec, ...], NormSpec], ...]:
+        """MLPs that read their input through a norm of their own, with it."""
+        if self.apart is None or self.shared is None:
+            return ()
+        return ((self.experts, self.apart.experts), ((self.shared,), self.apart.shared))
+
+    @staticmethod
+    def _first(mlps: Sequence[MlpSpec]) -> tuple[LinearSpec, ...]:
+        return tuple(x for m in mlps for x in m.readers())
 
     def input_name(self) -> str:
         return self.router.name
@@ -68,7 +103,10 @@ class MoeSpec(MixerSpec):
         return (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
 
     def vectors(self) -> dict[str, int]:
-        return {} if self.correction is None else {self.correction: len(self.experts)}
+        return {name: len(self.experts) for name in (self.correction, self.each) if name is not None}
+
+    def norms(self) -> tuple[NormSpec, ...]:
+        return () if self.apart is None else self.apart.norms()
 
     def unshared(self, world: int, unit: Unit) -> str | None:
         return next((why for m in self.mlps() if (why := m.unshared(world, unit)) is not None), None)
@@ -103,6 +141,12 @@ class MoeSpec(MixerSpec):
             self.shared.check(hidden)
         if self.shared_gate is not None:
             sound.linear(self.shared_gate, hidden, 1)
+        if self.apart is not None:
+            sound.expect(
+                "apart", self.shared is not None and self.shared_gate is None, "alone", "a shared MLP beside it"
+            )
+            for norm in self.apart.norms():
+                sound.norm(norm, hidden)
 
     def _check_routing(self) -> None:
         count = len(self.experts)

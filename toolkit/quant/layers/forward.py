@@ -20,8 +20,9 @@ from toolkit.kernels.reference.moe import moe_route
 from toolkit.kernels.torch.dense import ACTIVATIONS
 from toolkit.kernels.torch.product import product
 from toolkit.models.sites import writer
-from toolkit.models.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec, NormSpec
-from toolkit.quant.layers.forward_attention import attention, latent_attention
+from toolkit.models.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec, NormSpec, PerLayerSpec, PerLayerTable
+from toolkit.quant.layers.along import Along, width
+from toolkit.quant.layers.forward_attention import attention, latent_attention, reuse
 from toolkit.quant.layers.forward_parts import Called, Observer, Rounding, Watch, Weights, linear, normed
 from toolkit.quant.layers.forward_states import delta, mamba, short_conv
 from toolkit.quant.layers.lazy import KEEP, Lazy
@@ -37,14 +38,18 @@ def layer_forward(
     observe: Observer | None = None,
     rounding: Rounding | None = None,
     stream: Observer | None = None,
+    along: Along | None = None,
 ) -> Tensor:
-    """Run one layer on ``hidden`` [batch, length, hidden] (positions 0 … length-1, causal) and return the new hidden.
+    """Run one layer on ``hidden`` [batch, length, hidden] (positions 0 … length-1, causal) and return the new hidden;
+    where something goes ``along`` with the stream, [batch, length, ``width``] both.
 
     ``observe`` sees the input of every site of the layer; ``rounding`` changes what its linears read (routers and
     gates, which are never quantized, read it unchanged). ``stream`` sees, before each sublayer that has a ``writer``
     and under that linear's name, what its outputs are added to, in their scale [batch, length, hidden].
     """
-    watch = Watch(observe, rounding)
+    watch = Watch(observe, rounding, along)
+    if along is not None:
+        hidden, along.columns = hidden[..., : along.hidden], hidden[..., along.hidden :]
     block = hidden
     for i, sub in enumerate(layer.sublayers):
         if not layer.shares(i):
@@ -60,7 +65,8 @@ def layer_forward(
         if sub.post_norm is not None:
             y = normed(sub.post_norm, weights, y)
         hidden = torch.add(hidden, y, alpha=sub.residual_scale)
-    return hidden
+        hidden = hidden if sub.factor is None else hidden * weights[sub.factor].float()
+    return hidden if along is None else torch.cat([hidden, along.columns], -1)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -104,16 +110,44 @@ def embed(
     token_ids: Tensor,
     rows: Tensor | None = None,
     added: Added | None = None,
+    given: Given | None = None,
 ) -> Tensor:
-    """Hidden states [batch, length, hidden] (float32) of token ids [batch, length]. Ids behind the vocabulary are those
-    of ``rows`` [count, hidden], what pictures became. ``added``: see ``added_by``."""
+    """Hidden states [batch, length, ``width``] (float32) of token ids [batch, length]. Ids behind the vocabulary are
+    those of ``rows`` [count, hidden], what pictures became. ``added``: see ``added_by``."""
     if rows is None:
         found = table[token_ids].float() * spec.embed_scale
-        return found if added is None else added(found)
+        found = found if added is None else added(found)
+        return _with_room(spec, found, token_ids, given)
     shown = token_ids >= spec.vocab_size
     found = table[token_ids.masked_fill(shown, 0)].float()
     found[shown] = rows.to(found.device)[token_ids[shown] - spec.vocab_size]
-    return found * spec.embed_scale
+    pad = 0 if spec.per_layer is None else spec.per_layer.pad
+    return _with_room(spec, found * spec.embed_scale, token_ids.masked_fill(shown, pad), given)
+
+
+def _with_room(spec: DecoderSpec, x: Tensor, token_ids: Tensor, given: Given | None) -> Tensor:
+    """``x``, and behind it room for what goes along with it."""
+    if (more := width(spec) - spec.hidden_size) == 0:
+        return x
+    parts = [x] if given is None else [x, given(x, token_ids)]
+    return torch.cat([*parts, x.new_zeros(*x.shape[:-1], more - sum(p.shape[-1] for p in parts[1:]))], -1)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What layers are given of tokens (``PerLayerTable``): ``rows`` of the table by token, projection and norm among
+    ``weights``."""
+
+    spec: PerLayerTable
+    rows: Callable[[Tensor], Tensor]
+    weights: Mapping[str, Tensor]
+
+    def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
+        """``x`` [batch, length, hidden], ``token_ids`` [batch, length] -> [batch, length, columns]."""
+        own = {name: weight.to(x.device).float() for name, weight in self.weights.items()}
+        told = linear(self.spec.projection, own, x) * self.spec.projection_scale
+        told = normed(self.spec.norm, own, told.unflatten(-1, (-1, self.spec.norm.size))).flatten(-2)
+        return (told + self.rows(token_ids).to(x.device).float() * self.spec.embed_scale) * self.spec.scale
 
 
 @dataclass(frozen=True)
@@ -147,7 +181,7 @@ def added_by(spec: DecoderSpec, outer: Mapping[str, Tensor]) -> Added | None:
 def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:
     """Logits of ``hidden`` (before the final norm). ``weights`` holds the final norm and ``spec.head``, of any float
     type; the head is widened to float32 a part at a time, except under autocast."""
-    x, head = normed(spec.final_norm, weights, hidden), weights[spec.head]
+    x, head = normed(spec.final_norm, weights, hidden[..., : spec.hidden_size]), weights[spec.head]
     if torch.is_autocast_enabled(x.device.type):
         logits = F.linear(x, head)
     else:
@@ -189,13 +223,19 @@ def _nothing(m: Any, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> 
 def _moe(m: MoeSpec, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> Tensor:
     """Every expert on the tokens routed to it."""
     shape, raw, seen = x.shape, _rows(raw), _rows(x)
-    logits = linear(m.router, weights, raw).float()  # under autocast a linear gives less
+    beside = seen
+    if m.apart is not None:
+        seen, beside = (watch(e[0].readers()[0].name, normed(n, weights, raw)) for e, n in m.normed())
+        raw = normed(m.apart.router, weights, raw)
+    logits = linear(m.router, weights, raw).float() * m.logit_scale  # under autocast a linear gives less
     gate = None if m.shared_gate is None else torch.sigmoid(linear(m.shared_gate, weights, raw))
+    each = None if m.each is None else weights[m.each].float()
     correction = None if m.correction is None else weights[m.correction].float()
     groups = m.groups, m.top_groups, m.group_score
     chosen, best = moe_route.reference(
         logits, m.top_k, m.scoring, m.norm_topk, m.scale, correction, *groups, jitter=m.jitter
     )
+    best = best if each is None else best * each[chosen]
     out = torch.zeros_like(raw, dtype=torch.float32)
     for i, expert in enumerate(m.experts):
         token, place = torch.where(chosen == i)
@@ -205,13 +245,23 @@ def _moe(m: MoeSpec, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> 
             y = _mlp(expert, weights, raw, rows, watch)
             out.index_add_(0, token, (y if m.weigh_input else y * share).float())
     if m.shared is not None:
-        y = _mlp(m.shared, weights, raw, seen, watch)
+        y = _mlp(m.shared, weights, raw, beside, watch)
+        if m.apart is not None:
+            out, y = normed(m.apart.experts_out, weights, out), normed(m.apart.shared_out, weights, y)
         out = out + (y if gate is None else y * gate)
     return out.view(shape)
 
 
+def _per_layer(m: PerLayerSpec, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> Tensor:
+    assert watch.along is not None, "what layers are given goes along"
+    given = watch.along.given(m.at, m.gate.out_features)
+    inner = ACTIVATIONS[m.activation](linear(m.gate, weights, x)) * given.to(x.dtype)
+    return linear(m.down, weights, watch(m.down.name, inner))
+
+
 MIXERS: dict[str, Callable[[Any, Weights, Tensor, Tensor, Watch], Tensor]] = {
     "attention": attention,
+    "reuse": reuse,
     "latent": latent_attention,
     "cross": _nothing,
     "short_conv": short_conv,
@@ -219,6 +269,7 @@ MIXERS: dict[str, Callable[[Any, Weights, Tensor, Tensor, Watch], Tensor]] = {
     "delta": delta,
     "mlp": _mlp,
     "moe": _moe,
+    "per_layer": _per_layer,
 }
 """By kind. Called with the mixer, the layer's weights, its input [batch, length, hidden], the same as linears read it
 (rounded, where activations are), and what watches the inputs inside. Returns [batch, length, hidden]."""

@@ -10,10 +10,10 @@ from torch import Tensor
 from toolkit.kernels.reference.attention import newest, oldest, raised
 from toolkit.kernels.torch.product import prefers_onednn, product
 from toolkit.models.rope import inv_freq, query_scale
-from toolkit.models.spec import AttentionSpec, LatentSpec, NormSpec, RopeSpec
+from toolkit.models.spec import AttentionSpec, LatentSpec, NormSpec, ReuseSpec, RopeSpec
 from toolkit.quant.layers.forward_parts import Watch, Weights, linear, normed
 
-CACHE = ":cache"
+KEYS, VALUES = ":keys", ":values"
 """After the name of a key or value projection: what goes into the KV cache, a row a token and head."""
 QUERIES = 128  # whose scores against all keys before them are held at once; twice as many where gradients are taken
 
@@ -54,7 +54,9 @@ def attention(a: AttentionSpec, weights: Weights, raw: Tensor, x: Tensor, watch:
         q, k = _head_normed(a.q_norm, weights, q), _head_normed(a.k_norm, weights, k)
     if a.q_scale is not None:
         q = q * torch.from_numpy(query_scale(a.q_scale, np.arange(length)))[:, None, None].to(x.device)
-    k, v = watch(a.k.name + CACHE, k), watch(a.v.name + CACHE, v)
+    k, v = watch(a.k.name + KEYS, k), watch(a.v.name + VALUES, _head_normed(a.v_norm, weights, v))
+    if watch.along is not None:
+        watch.along.keep(k, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     causal = not a.mutual and a.block == 1 and (a.window is None or a.window >= length)
     mask = None if causal else _mask(a, length, x.device)
@@ -65,6 +67,20 @@ def attention(a: AttentionSpec, weights: Weights, raw: Tensor, x: Tensor, watch:
     out = out.transpose(1, 2).reshape(batch, length, a.heads * a.head_dim)
     if a.gate is not None:
         out = out * torch.sigmoid(linear(a.gate, weights, x))
+    return linear(a.o, weights, watch(a.o.name, out))
+
+
+def reuse(a: ReuseSpec, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> Tensor:
+    """As ``forward.MIXERS`` says."""
+    batch, length, _ = x.shape
+    assert watch.along is not None, "keys and values of another layer go along"
+    q = _head_normed(a.q_norm, weights, linear(a.q, weights, x).view(batch, length, a.heads, a.head_dim))
+    if a.rope is not None:
+        q = _turn(q, *_angles(a.rope, length, x.device))
+    q, k, v = (t.to(x.dtype).transpose(1, 2) for t in (q, *watch.along.read(a.source)))
+    kept = watch.along.kept[a.source]
+    mask = None if kept.window is None or kept.window >= length else _mask(kept, length, x.device)
+    out = _attend(q, k, v, mask, kept.scale).transpose(1, 2).reshape(batch, length, a.heads * a.head_dim)
     return linear(a.o, weights, watch(a.o.name, out))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from toolkit.kernels.torch.product import product
 from toolkit.models.spec import LinearSpec, NormSpec
+from toolkit.quant.layers.along import Along
 from toolkit.quant.layers.lazy import Lazy
 
 Weights = Mapping[str, Tensor]
@@ -31,10 +32,12 @@ class Called(Lazy[Tensor]):
 
 @dataclass(frozen=True)
 class Watch:
-    """Passes a site's input to whoever looks on, and gives it back as the site's linears see it."""
+    """Passes a site's input to whoever looks on, and gives it back as the site's linears see it. ``along``: what goes
+    along with the stream, where something does."""
 
     observe: Observer | None
     rounding: Rounding | None
+    along: Along | None = None
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

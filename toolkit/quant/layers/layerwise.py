@@ -17,7 +17,7 @@ from toolkit.kernels.torch.product import prefers_int8
 from toolkit.models.sites import Site, writers
 from toolkit.models.spec import LayerSpec
 from toolkit.quant.layers.activations import Int8Linears, input_rounding
-from toolkit.quant.layers.forward import all_finite, embed, in_bf16, layer_forward, narrow
+from toolkit.quant.layers.forward import all_finite, in_bf16, layer_forward, narrow
 from toolkit.quant.layers.forward_parts import Called, Observer, Rounding, Weights, normed
 from toolkit.quant.layers.heap import give_back, keep_freed
 from toolkit.quant.layers.lazy import KEEP
@@ -79,9 +79,7 @@ class Flow:
         few = max(1, CPU_TOKENS // token_ids.shape[1])
         self.batch_size = min(batch_size, few) if device.type == "cpu" else batch_size
         batches = token_ids.split(self.batch_size) if len(token_ids) else ()
-        self.hidden = Tensors(
-            (embed(source.spec, table, b.to(table.device), source.rows, source.added).cpu() for b in batches), spill
-        )
+        self.hidden = Tensors((source.embed(table, b.to(table.device)).cpu() for b in batches), spill)
 
     @staticmethod
     def between(source: LayerSource, hidden: Iterable[Tensor], device: torch.device) -> Flow:
@@ -123,7 +121,7 @@ class Flow:
                     if exact is not None and compares:
                         stream = exact.beside(index, j, narrowed, statistics, advance=last)
                     with suppress(Enough):
-                        self._check(index, layer_forward(layer, narrowed, x.to(self.device), observe, stream=stream))
+                        self._check(index, self._through(index, layer, narrowed, x, observe, stream=stream))
             return self._finite(index, statistics.finish())
 
         if not advance or len(groups) > 1:
@@ -137,7 +135,7 @@ class Flow:
         lacks of this one's. With ``advance`` the batch is behind the layer then."""
         streams: dict[str, Tensor] = {}
         layer = self.source.spec.layers[index]
-        y = layer_forward(layer, weights, self.hidden[batch].to(self.device), stream=streams.__setitem__)
+        y = self._through(index, layer, weights, self.hidden[batch], stream=streams.__setitem__)
         if advance:
             self.hidden[batch] = self._check(index, y).cpu()
             self.layers = index + 1
@@ -160,15 +158,19 @@ class Flow:
         weights = narrow(weights, self.device)
         for j, x in enumerate(self.hidden):
             with in_bf16(self.device):
-                y = layer_forward(layer, weights, x.to(self.device), observe, rounding)
+                y = self._through(index, layer, weights, x, observe, rounding)
             self.hidden[j] = self._check(index, y).cpu()
         self.layers = index + 1
+
+    def _through(self, index: int, layer: LayerSpec, weights: Weights, x: Tensor, *seen: Any, **more: Any) -> Tensor:
+        more |= {"along": self.source.along(index)}
+        return layer_forward(layer, weights, x.to(self.device), *seen, **more)
 
     def head_statistics(self, outer: Weights, products: bool = True) -> dict[str, Gram]:
         """Statistics of the head's input, the text being behind all layers. ``outer`` holds the final norm."""
         spec, statistics = self.source.spec, Statistics([self.source.spec.head], products)
         for x in self.hidden:
-            rows = normed(spec.final_norm, outer, x.to(self.device))
+            rows = normed(spec.final_norm, outer, x[..., : spec.hidden_size].to(self.device))
             statistics.observe(spec.head, rows.reshape(-1, spec.hidden_size))
         return statistics.finish()
 

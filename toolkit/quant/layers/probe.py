@@ -14,7 +14,8 @@ from toolkit.errors import ToolkitError
 from toolkit.measure.predictions import Before
 from toolkit.measure.windows import scoring_windows
 from toolkit.models.spec import DecoderSpec, LayerSpec
-from toolkit.quant.layers.forward import Added, all_finite, embed, head_logits, layer_forward
+from toolkit.quant.layers.along import along
+from toolkit.quant.layers.forward import Added, Given, all_finite, embed, head_logits, layer_forward
 from toolkit.quant.layers.forward_parts import Rounding, Weights, normed
 from toolkit.quant.layers.lazy import KEEP
 from toolkit.quant.layers.masked import as_met, scored
@@ -37,14 +38,16 @@ class Probe:
         device: torch.device,
         spill: Spill | None = None,
         added: Added | None = None,
+        given: Given | None = None,
     ) -> None:
         self.spec, self.device = spec, device
         self.window = min(WINDOW, max(spec.max_position, 2))  # a window of one token scores nothing
         cuts = scoring_windows(len(tokens), self.window, self.window)
         self.ids = [tokens[start:stop] for start, stop, _ in cuts]
+        met = [as_met(spec, row) for row in self.ids]
         self.before, self.after = (
             Tensors(
-                (embed(spec, table, as_met(spec, row)[None].to(table.device), added=added).cpu() for row in self.ids),
+                (embed(spec, table, ids[None].to(table.device), None, added, given).cpu() for ids in met),
                 spill,
             )
             for _ in range(2)
@@ -58,7 +61,7 @@ class Probe:
         copies = ((self.before, original, None, "as it was"), (self.after, quantized, rounding, "once quantized"))
         for states, weights, near, which in copies:
             for i, x in enumerate(states):
-                y = layer_forward(layer, weights, x.to(self.device), rounding=near)
+                y = layer_forward(layer, weights, x.to(self.device), rounding=near, along=along(self.spec, index))
                 if not all_finite(y):
                     raise ToolkitError(f"held-out text: activations of layer {index}, {which}, are not finite")
                 states[i] = y.cpu()

@@ -19,7 +19,8 @@ from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
 from toolkit.models.sites import layer_sites, modules
 from toolkit.models.spec import DecoderSpec, LayerSpec, LinearSpec, StoredTensor
-from toolkit.quant.layers.forward import Added, added_by, all_finite
+from toolkit.quant.layers.along import Along, along
+from toolkit.quant.layers.forward import Added, Given, added_by, all_finite, embed
 from toolkit.quant.layers.heap import give_back
 from toolkit.quant.layers.lazy import KEEP, Lazy
 
@@ -89,7 +90,8 @@ class LayerSource:
 
     def outer_weights(self, device: torch.device) -> dict[str, Tensor]:
         """Embedding, final norm and head in the type that they are stored in; a tied head is the embedding's tensor."""
-        found = dict(self._dense(self.outer, device))
+        apart = None if self.spec.per_layer is None else self.spec.per_layer.embed  # the largest of all: see given
+        found = dict(self._dense([x for x in self.outer if x.parts[0].name != apart], device))
         self.checkpoint.release()
         if self.spec.tied:
             found[self.spec.head] = found[self.spec.embed]
@@ -104,6 +106,31 @@ class LayerSource:
         names = {encoder.positions, encoder.types, None if encoder.norm is None else encoder.norm.name}
         mine = [item for item in self.outer if item.parts[0].name in names]
         return added_by(self.spec, dict(self._dense(mine, torch.device("cpu"))))
+
+    @cached_property
+    def given(self) -> Given | None:
+        """What layers are given of tokens; rows of the table are read when they are asked for."""
+        table = self.spec.per_layer
+        if table is None:
+            return None
+        names = {table.projection.name, table.norm.name}
+        own = dict(self._dense([x for x in self.outer if x.parts[0].name in names], torch.device("cpu")))
+        stored = next(x for x in self.outer if x.parts[0].name == table.embed)
+
+        def rows(token_ids: Tensor) -> Tensor:
+            found = self.checkpoint.tensor(stored.weight_name)[token_ids.cpu()]
+            self.checkpoint.release()
+            return found
+
+        return Given(table, rows, own)
+
+    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        """See ``forward.embed``; ``table``: the embedding."""
+        return embed(self.spec, table, token_ids, self.rows, self.added, self.given)
+
+    def along(self, index: int) -> Along | None:
+        """See there."""
+        return along(self.spec, index)
 
     def check_finite(self) -> None:
         """Raise ToolkitError that names file and tensor for the first NaN or infinity among the weights."""

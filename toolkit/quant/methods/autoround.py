@@ -15,6 +15,7 @@ import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from toolkit.errors import ToolkitError
 from toolkit.measure.errors import relative_error
 from toolkit.models.sites import Site
 from toolkit.models.spec import LayerSpec
+from toolkit.quant.layers.along import Along
 from toolkit.quant.layers.forward import layer_forward
 from toolkit.quant.layers.forward_parts import Called, Weights
 from toolkit.quant.layers.result import LinearReport, Made, Method, stay_dense
@@ -123,9 +125,11 @@ def method(directory: Path, tuning: Tuning, *, dtype: torch.dtype, head: str) ->
 class _Block(nn.Module):
     """A layer whose ``linears`` are modules. Their names have no dots, as module names must not."""
 
-    def __init__(self, layer: LayerSpec, weights: Weights, sites: Sequence[Site]) -> None:
+    def __init__(
+        self, layer: LayerSpec, weights: Weights, sites: Sequence[Site], along: Callable[[], Along | None]
+    ) -> None:
         super().__init__()
-        self.layer, self.plain = layer, dict(weights)
+        self.layer, self.plain, self.along = layer, dict(weights), along
         self.places: dict[str, str] = {}
         for linear in [x for site in sites for x in site.linears]:
             module = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias, device="meta")
@@ -137,7 +141,7 @@ class _Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         modules = {name: getattr(self, place) for name, place in self.places.items()}  # wrapped while they are tuned
-        return layer_forward(self.layer, Called(self.plain, modules), hidden.float())
+        return layer_forward(self.layer, Called(self.plain, modules), hidden.float(), along=self.along())
 
 
 class _Model(nn.Module):
@@ -165,7 +169,7 @@ def _tune_layer(
 ) -> dict[str, GroupInt]:
     try:
         with _quiet(), torch.enable_grad():
-            block = _Block(layer, weights, sites)
+            block = _Block(layer, weights, sites, partial(source.along, index))
             _run_library(index, block, exact, rounded, tuning)
     except Exception as error:  # the library raises whatever its parts raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -23,7 +23,7 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weights import as_stored, cache_scale_names, load_stored
 from toolkit.errors import ToolkitError
 from toolkit.measure.text import heldout_text
-from toolkit.quant.layers.forward_attention import CACHE
+from toolkit.quant.layers.forward_attention import KEYS, VALUES
 from toolkit.quant.layers.layerwise import Flow
 from toolkit.quant.layers.masked import as_met
 from toolkit.quant.layers.output import cast_to, stored_as
@@ -80,7 +80,7 @@ def kv(
         source.check_tokens(heldout)
         table = source.outer_weights(device)[source.spec.embed]
         with spill_of(stage, common) as spill:
-            probe = Probe(source.spec, table, heldout, device, spill, source.added)
+            probe = Probe(source.spec, table, heldout, device, spill, source.added, source.given)
             flow = Flow(source, ids, table, device, common.batch_size, spill)
             scales = _scales(source, stage, flow, probe, device, progress)
             progress("measuring perplexity", 0, 1)
@@ -107,7 +107,7 @@ def _scales(
         largest: dict[str, Tensor] = {}
 
         def observe(name: str, x: Tensor, largest: dict[str, Tensor] = largest) -> None:
-            if name.endswith(CACHE):
+            if name.endswith((KEYS, VALUES)):
                 now = x.abs().amax().float()
                 largest[name] = torch.maximum(largest.get(name, now), now)
 
@@ -126,8 +126,8 @@ def _scales(
         spelled = cache_scale_names(source.stored[i])
         for a in (sub.mixer for sub in layer.sublayers if sub.mixer.kind == "attention"):
             base = a.k.name.rsplit(".", 1)[0]
-            found[spelled[f"{base}.k_scale"]] = scales[a.k.name + CACHE]
-            found[spelled[f"{base}.v_scale"]] = scales[a.v.name + CACHE]
+            found[spelled[f"{base}.k_scale"]] = scales[a.k.name + KEYS]
+            found[spelled[f"{base}.v_scale"]] = scales[a.v.name + VALUES]
     progress("reading keys and values", len(layers), len(layers))
     return found
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from toolkit.models.sites import layer_sites
 from toolkit.models.spec import DecoderSpec
-from toolkit.quant.layers.forward import embed, head_logits, in_bf16, layer_forward, narrow
+from toolkit.quant.layers.forward import head_logits, in_bf16, layer_forward, narrow
 from toolkit.quant.layers.forward_parts import Called, Weights
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.spill import Spill, Tensors
@@ -114,13 +114,13 @@ def feel(
     layers, count = source.spec.layers, len(source.spec.layers)
     outer = source.outer_weights(device)
     table, one_by_one = outer[source.spec.embed], ids.to(device).split(1)
-    before = [Tensors((embed(source.spec, table, x, source.rows, source.added).cpu() for x in one_by_one), spill)]
+    before = [Tensors((source.embed(table, x).cpu() for x in one_by_one), spill)]
     for i, layer in enumerate(layers):
         told(i, 2 * count)
         narrowed = narrow(source.layer(i, device), device)
         with in_bf16(device):
-            behind = (layer_forward(layer, narrowed, x.to(device)).float().cpu() for x in before[-1])
-            before.append(Tensors(behind, spill))
+            behind = (layer_forward(layer, narrowed, x.to(device), along=source.along(i)) for x in before[-1])
+            before.append(Tensors((y.float().cpu() for y in behind), spill))
     draw = torch.Generator(device).manual_seed(seed)
     gradients = Tensors((_drawn(source.spec, outer, x.to(device), draw).cpu() for x in before.pop()), spill)
     for i in reversed(range(count)):
@@ -132,7 +132,7 @@ def feel(
         for j, x in enumerate(before.pop()):
             leaf = x.clone().to(device).requires_grad_()
             with torch.enable_grad(), in_bf16(device):
-                y = layer_forward(layers[i], called, leaf, looks.observe).float()
+                y = layer_forward(layers[i], called, leaf, looks.observe, along=source.along(i)).float()
             y.backward(gradients[j].to(device))
             assert leaf.grad is not None
             gradients[j] = leaf.grad.cpu()

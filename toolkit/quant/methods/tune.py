@@ -25,7 +25,8 @@ from toolkit.errors import UsageError
 from toolkit.measure.predictions import kl_divergence
 from toolkit.models.spec import NormSpec
 from toolkit.quant.layers.activations import round_tokens
-from toolkit.quant.layers.forward import embed, head_logits, in_bf16, layer_forward
+from toolkit.quant.layers.along import width
+from toolkit.quant.layers.forward import head_logits, in_bf16, layer_forward
 from toolkit.quant.layers.forward_parts import Called, Weights
 from toolkit.quant.layers.layerwise import Flow, load_head, load_layer, replace_layer
 from toolkit.quant.layers.result import LayerResult
@@ -50,7 +51,7 @@ def needed(source: LayerSource, seqlen: int, steps: int) -> int:
     linears = sum(x.in_features * x.out_features for x in source.quantizable())
     outer = (1 if source.spec.tied else 2) * 2 * source.spec.vocab_size * source.spec.hidden_size
     kept = sum(map(layer_width, source.spec.layers)) * seqlen * 4
-    return 3 * linears + outer + kept + most_samples(steps) * seqlen * source.spec.hidden_size * 4
+    return 3 * linears + outer + kept + most_samples(steps) * seqlen * width(source.spec) * 4
 
 
 def choose_steps(
@@ -75,7 +76,7 @@ def choose_steps(
         raise UsageError(f"--tune-steps: {hindrance}; leave the option out")
     if wanted is not None or hindrance is not None or plan is None or not usual:
         return wanted or 0
-    text = plan.samples * plan.seqlen * source.spec.hidden_size * 4  # held beside it
+    text = plan.samples * plan.seqlen * width(source.spec) * 4  # held beside it
     gib = (needed(source, plan.seqlen, usual) + text) / (1 << 30)
     if gib <= cache_memory:
         return usual
@@ -242,7 +243,7 @@ class Student:
         self, source: LayerSource, results: Sequence[LayerResult], head: LayerResult | None, device: torch.device
     ) -> None:
         self.spec, self.device = source.spec, device
-        self.rows, self.added = source.rows, source.added
+        self.source = source
         self.outer = source.outer_weights(device)
         self.own = dict(self.outer)  # final norm and head as they are after quantization
         if head is not None:
@@ -270,10 +271,11 @@ class Student:
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Hidden states [1, length, hidden] before the final norm of ``ids`` [length]."""
-        x = embed(self.spec, self.outer[self.spec.embed], ids[None].to(self.device), self.rows, self.added)
-        for layer, linears, gains, fixed in zip(self.spec.layers, self.linears, self.gains, self.fixed, strict=True):
+        x = self.source.embed(self.outer[self.spec.embed], ids[None].to(self.device))
+        parts = zip(self.spec.layers, self.linears, self.gains, self.fixed, strict=True)
+        for i, (layer, linears, gains, fixed) in enumerate(parts):
             weights: Weights = fixed | {n: g.now() for n, g in gains.items()}
-            x = layer_forward(layer, Called(weights, linears), x)
+            x = layer_forward(layer, Called(weights, linears), x, along=self.source.along(i))
         return x
 
     @torch.no_grad()

@@ -18,7 +18,9 @@ from toolkit.models.spec import (
     MambaSpec,
     MlpSpec,
     MoeSpec,
+    PerLayerSpec,
     QueryScale,
+    ReuseSpec,
     ShortConvSpec,
 )
 from toolkit.runners.native.packing.packed import LANES
@@ -52,8 +54,30 @@ def attention(a: AttentionSpec, t: Tensors) -> Record:
         **t.linears(q=a.q, k=a.k, v=a.v, gate=a.gate, o=a.o),
         "q_norm": t.norm(a.q_norm),
         "k_norm": t.norm(a.k_norm),
+        "v_norm": t.norm(a.v_norm),
         "sinks": None if a.sinks is None else t.named(a.sinks),
         "own": t.own_heads(a),
+    }
+
+
+def reuse(m: ReuseSpec, t: Tensors) -> Record:
+    return {
+        "heads": m.heads,
+        "kv_heads": m.kv_heads,
+        "head_dim": m.head_dim,
+        "rope": t.rope(m.rope),
+        **t.linears(q=m.q, o=m.o),
+        "q_norm": t.norm(m.q_norm),
+        "own": t.own_heads(m),
+    }
+
+
+def per_layer(m: PerLayerSpec, t: Tensors) -> Record:
+    return {
+        "activation": ACTIVATIONS[m.activation],
+        "at": m.at,
+        "width": m.gate.out_features,
+        **t.linears(gate=m.gate, down=m.down),
     }
 
 
@@ -212,6 +236,9 @@ def moe(m: MoeSpec, t: Tensors) -> Record:
         "weigh_input": m.weigh_input,
         "scale": m.scale,
         "jitter": m.jitter,
+        "logit_scale": m.logit_scale,
+        "each": None if m.each is None else t.named(m.each),
+        "apart": None if m.apart is None else {name: t.norm(n) for name, n in vars(m.apart).items()},
         "codes": t.codes(m.router),
         "router": t.linear(m.router),
         "experts": [mlp(expert, t) for expert in m.experts],
@@ -222,6 +249,7 @@ def moe(m: MoeSpec, t: Tensors) -> Record:
 
 MIXERS: dict[str, Callable[[Any, Tensors], Record]] = {
     "attention": attention,
+    "reuse": reuse,
     "latent": latent,
     "cross": cross,
     "short_conv": short_conv,
@@ -229,6 +257,7 @@ MIXERS: dict[str, Callable[[Any, Tensors], Record]] = {
     "mamba": mamba,
     "mlp": mlp,
     "moe": moe,
+    "per_layer": per_layer,
 }
 """By kind."""
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from toolkit.models.rope import inv_freq
 from toolkit.models.routed import Routed
-from toolkit.models.spec import DecoderSpec, EncoderSpec, Mixer, RopeSpec
+from toolkit.models.spec import DecoderSpec, EncoderSpec, Mixer, PerLayerTable, RopeSpec
 from toolkit.runners.native.key_means import read_means
 from toolkit.runners.native.mixers import ACTIVATIONS, MIXERS, flat
 from toolkit.runners.native.packing.packed import PackedTensor, PackedWeights
-from toolkit.runners.native.share import Parts
+from toolkit.runners.native.share import STRIPE, Parts
 from toolkit.runners.native.tensors import Floats, Tensors
 
 CHUNK = 512  # of plan.h
@@ -30,10 +30,12 @@ def unsupported(spec: DecoderSpec) -> str | None:
     """Why there is no program for the spec, whatever its weights, or None: the sizes that program.cpp allows."""
     kept = [found.kept for found in spec.keepers()]
     states = [n for k in kept if k.kind == "state" for part in k.parts if part.wide for n in part.shape]
-    heads = [m.heads for _, m in spec.mixers() if m.kind in ("attention", "latent")]
+    heads = [m.heads for _, m in spec.mixers() if m.kind in ("attention", "latent", "reuse")]
     if unknown := {mixer.kind for _, mixer in spec.mixers()} - kinds():
         return f"it runs no {min(unknown)} layers"
+    columns = 0 if spec.per_layer is None else spec.per_layer.columns
     found = {
+        "numbers of embeddings of layers' own": (columns, CHUNK * STRIPE),
         "query heads": (max(heads, default=0), 4096),
         "numbers a head": (max((k.head_dim for k in kept if k.kind != "state"), default=0), 4096),
         "heads, or numbers a head, of a state": (max(states, default=0), 4096),
@@ -119,6 +121,7 @@ def build_program(
         "head_scale": spec.head_scale,
         "softcap": spec.logit_softcap or 0.0,
         "embed": tensors.matrix(spec.embed, None) | {"site": tensors.site(spec.embed)},
+        "per_layer": None if spec.per_layer is None else _per_layer(spec.per_layer, tensors),
         "sublayers": _sublayers(spec, tensors, _caches(spec, tensors, dtype, kv_layers, key_means)),
         "final_norm": tensors.norm(spec.final_norm),
         "head_rows": spec.head_size,
@@ -138,6 +141,20 @@ def _encoder(added: EncoderSpec, tensors: Tensors) -> dict[str, Any]:
         "types": None if added.types is None else tensors.named(added.types),
         "type_rows": added.type_rows,
         "norm": tensors.norm(added.norm),
+    }
+
+
+def _per_layer(table: PerLayerTable, tensors: Tensors) -> dict[str, Any]:
+    return {
+        "table": tensors.matrix(table.embed, None),
+        "rows": table.rows,
+        "columns": table.columns,
+        "embed_scale": table.embed_scale,
+        "projection": tensors.matrix(table.projection.name, None),
+        "projection_scale": table.projection_scale,
+        "norm": tensors.norm(table.norm),
+        "scale": table.scale,
+        "pad": table.pad,
     }
 
 
@@ -194,7 +211,11 @@ def _sublayers(spec: DecoderSpec, tensors: Tensors, caches: Iterator[dict[str, A
         kept = mixer.keeps()
         return {} if kept is None or kept.kind == "state" else next(caches)
 
+    def source(mixer: Mixer) -> dict[str, Any]:
+        return {"source": keepers[mixer.source]} if mixer.kind == "reuse" else {}
+
     deep = 0 if spec.vision is None else len(spec.vision.deep)
+    keepers = {layer: i for i, (layer, mixer) in enumerate(spec.mixers()) if mixer.kind == "attention"}
     return [
         {
             "pre_norm": tensors.norm(s.pre_norm),
@@ -203,8 +224,9 @@ def _sublayers(spec: DecoderSpec, tensors: Tensors, caches: Iterator[dict[str, A
             "beside": layer.beside(i),
             "carries": s.carries,
             "gate": None if (gate := _gate(s.mixer)) is None else tensors.named(gate),
+            "factor": None if s.factor is None else tensors.named(s.factor),
             "deep": number if number <= deep and i == len(layer.sublayers) - 1 else 0,
-            s.mixer.kind: MIXERS[s.mixer.kind](s.mixer, tensors) | cache(s.mixer),
+            s.mixer.kind: MIXERS[s.mixer.kind](s.mixer, tensors) | cache(s.mixer) | source(s.mixer),
         }
         for number, layer in enumerate(spec.layers, start=1)
         for i, s in enumerate(layer.sublayers)

@@ -19,6 +19,8 @@ from toolkit.models.spec import (
     MambaSpec,
     MlpSpec,
     MoeSpec,
+    PerLayerSpec,
+    ReuseSpec,
     ShortConvSpec,
     portion,
 )
@@ -93,7 +95,7 @@ def unsupported(spec: DecoderSpec, ranks: int) -> str | None:
 
 def _least(mixer: Any) -> tuple[int, str]:
     """Of what is shared out whole the fewest, and what that is."""
-    if mixer.kind in ("attention", "latent", "cross", "mamba"):
+    if mixer.kind in ("attention", "reuse", "latent", "cross", "mamba"):
         return mixer.heads, "heads"
     if mixer.kind == "delta":
         return mixer.k_heads, "heads of keys"
@@ -129,10 +131,20 @@ class Parts:
             self.tiles[a.q.name] = own
         if not _wide(a.k_norm, a):
             self.tiles[a.k.name] = keys
-        self.tiles[a.v.name] = keys
+        if a.v != a.k:
+            self.tiles[a.v.name] = keys
         if a.gate is not None:
             self.tiles[a.gate.name] = own
         self._heads_end(a.o, [other.heads(a.heads, a.kv_heads).first * a.head_dim for other in self._all()])
+
+    def _reuse(self, m: ReuseSpec) -> None:
+        found = self.share.heads(m.heads, m.kv_heads)
+        self.tiles[m.q.name] = rows(found.first * m.head_dim, found.number * m.head_dim)
+        self._heads_end(m.o, [other.heads(m.heads, m.kv_heads).first * m.head_dim for other in self._all()])
+
+    def _per_layer(self, m: PerLayerSpec) -> None:
+        self.tiles[m.gate.name] = self.share.tiles(m.gate.out_features)
+        self._ends(m.down)
 
     def _cross(self, c: CrossSpec) -> None:
         found = self.share.heads(c.heads, c.kv_heads)

@@ -16,6 +16,7 @@ from toolkit.errors import ToolkitError
 from toolkit.kernels.cuda.linear import PackedLinear
 from toolkit.kernels.cuda.pack import unsupported_form
 from toolkit.models.routed import Routed
+from toolkit.models.spec import Apart as ApartSpec
 from toolkit.models.spec import (
     AttentionSpec,
     ConvSpec,
@@ -30,17 +31,22 @@ from toolkit.models.spec import (
     MlpSpec,
     MoeSpec,
     NormSpec,
+    PerLayerSpec,
+    PerLayerTable,
+    ReuseSpec,
     ShortConvSpec,
 )
-from toolkit.runners.tensor.decoder import Added, Attention, Decoder, Mixer, Mlp, Moe, RoundingNorm, Step
+from toolkit.runners.tensor.decoder import Added, Apart, Attention, Decoder, Mixer, Mlp, Moe, RoundingNorm, Step
 from toolkit.runners.tensor.layers.cross import Cross
 from toolkit.runners.tensor.layers.experts import stack_experts
 from toolkit.runners.tensor.layers.latent import LatentAttention
 from toolkit.runners.tensor.layers.linear import Bound, Linear, Placement, codes_of, make_linear
 from toolkit.runners.tensor.layers.lora import Adapters, AdapterStep, adapt
 from toolkit.runners.tensor.layers.norms import LayerNorm, Norm, SpreadNorm
+from toolkit.runners.tensor.layers.per_layer import Given, PerLayer
 from toolkit.runners.tensor.layers.placed import Placed
 from toolkit.runners.tensor.layers.recurrent import Delta, Mamba
+from toolkit.runners.tensor.layers.reuse import Reuse
 from toolkit.runners.tensor.layers.routed import by_kind
 from toolkit.runners.tensor.layers.short_conv import Conv, ShortConv
 from toolkit.runners.tensor.ops import Ops
@@ -67,6 +73,7 @@ class _Builder:
         self.split = split
         self.weights, self.place, self.ops = weights, place, ops
         self.adapters, self.adapter_step, self.routed = adapters, adapter_step, routed
+        self.kept: dict[int, Attention] = {}  # by layer
 
     def tensor(self, name: str) -> Tensor:
         found = self.weights[name]
@@ -114,18 +121,33 @@ class _Builder:
         return SpreadNorm(spec, weight + spec.weight_offset, bias, self.split)
 
     def attention(self, spec: AttentionSpec, layer: int) -> Attention:
-        return Attention(
+        self.kept[layer] = Attention(
             spec=spec,
             layer=layer,
-            qkv=self.linear(*spec.readers()),
+            qkv=self.linear(spec.q, spec.k, spec.v, *(() if spec.gate is None else (spec.gate,))),
             o=self.outer(spec.o),
             q_norm=self.head_norm(spec.q_norm),
             k_norm=self.head_norm(spec.k_norm),
+            v_norm=self.norm(spec.v_norm),
             sinks=None if spec.sinks is None else self.tensor(spec.sinks).float(),
             more=self.attention_options(spec),
             scales=(self.cache_scale(spec.k, "k_scale"), self.cache_scale(spec.v, "v_scale")),
             ops=self.ops,
         )
+        return self.kept[layer]
+
+    def reuse(self, spec: ReuseSpec, layer: int) -> Reuse:
+        ends = self.linear(spec.q), self.outer(spec.o)
+        return Reuse(spec, *ends, self.norm(spec.q_norm), self.kept[spec.source].find, self.ops)
+
+    def per_layer(self, spec: PerLayerSpec, layer: int) -> PerLayer:
+        return PerLayer(spec, self.linear(spec.gate), self.outer(spec.down), self.ops)
+
+    def given(self, spec: PerLayerTable) -> Given:
+        table = self.matrix(spec.embed).dequantize(self.place.dtype).to(self.place.device)
+        norm = self.norm(spec.norm)
+        assert norm is not None
+        return Given(spec, table, self.linear(spec.projection), norm, self.ops)
 
     def latent(self, spec: LatentSpec, layer: int) -> LatentAttention:
         kv_norm, whole = self.norm(spec.kv_a_norm), self.matrix(spec.kv_b.name).dequantize(self.place.dtype)
@@ -257,7 +279,12 @@ class _Builder:
             shared_gate=None if spec.shared_gate is None else self.linear(spec.shared_gate),
             ops=self.ops,
             split=self.split,
+            apart=None if spec.apart is None else self.apart(spec.apart),
+            each=None if spec.each is None else self.tensor(spec.each).float(),
         )
+
+    def apart(self, spec: ApartSpec) -> Apart:
+        return Apart(*(cast(Norm, self.norm(norm)) for norm in spec.norms()))
 
     def experts(self, spec: MoeSpec, layer: int) -> dict[str, Any]:
         """Fields of ``Moe``: those that are here, and where all are."""
@@ -310,12 +337,14 @@ class _Builder:
                 norm = RoundingNorm(norm, only)
             post = self.norm(s.post_norm)
             ends = index if i == len(mixers) - 1 else None
-            found.append(Step(norm, mixer, post, s.residual_scale, layer.beside(i), shares, ends, s.carries))
+            factor = 1.0 if s.factor is None else float(self.tensor(s.factor).float())
+            found.append(Step(norm, mixer, post, s.residual_scale, layer.beside(i), shares, ends, s.carries, factor))
         return found
 
 
 MIXERS: dict[str, Callable[[_Builder, Any, int], Mixer]] = {
     "attention": _Builder.attention,
+    "reuse": _Builder.reuse,
     "latent": _Builder.latent,
     "cross": _Builder.cross,
     "short_conv": _Builder.short_conv,
@@ -323,6 +352,7 @@ MIXERS: dict[str, Callable[[_Builder, Any, int], Mixer]] = {
     "delta": _Builder.delta,
     "mlp": _Builder.mlp,
     "moe": _Builder.moe,
+    "per_layer": _Builder.per_layer,
 }
 """By kind; called with a mixer's spec and the number of its layer."""
 
@@ -336,6 +366,10 @@ def _codes_into(mixer: Mixer) -> torch.dtype | None:
             return codes_of(mixer.entry)
         case Mlp() if mixer.seen is None:
             return codes_of(mixer.gate_up)
+        case Reuse():
+            return codes_of(mixer.q)
+        case PerLayer():
+            return codes_of(mixer.gate)
     return None
 
 
@@ -394,4 +428,5 @@ def build_decoder(
     steps = tuple(step for i, layer in enumerate(spec.layers) for step in builder.steps(layer, i))
     final_norm = builder.norm(spec.final_norm) if ends else None
     head = None if not ends else builder.head(spec, table) if lender is None else lender.head
-    return Decoder(spec, table, steps, final_norm, head, ops, split, added)
+    given = None if spec.per_layer is None else builder.given(spec.per_layer)
+    return Decoder(spec, table, steps, final_norm, head, ops, split, added, given)

@@ -16,6 +16,7 @@ from toolkit.runners.tensor.layers.experts import Experts
 from toolkit.runners.tensor.layers.linear import Activations, Linear, Rounded, codes_of
 from toolkit.runners.tensor.layers.mutual import see_both_ways, see_whole_texts
 from toolkit.runners.tensor.layers.norms import LayerNorm, Norm, SpreadNorm, norm_later, spread_norms
+from toolkit.runners.tensor.layers.per_layer import Given
 from toolkit.runners.tensor.layers.placed import Placed
 from toolkit.runners.tensor.ops import Ops
 from toolkit.runners.tensor.split import Split, Summed, own_rows
@@ -58,6 +59,7 @@ class Attention:
     o: Linear
     q_norm: Norm | LayerNorm | SpreadNorm | None
     k_norm: Norm | LayerNorm | SpreadNorm | None
+    v_norm: Norm | LayerNorm | None
     sinks: Tensor | None
     more: Mapping[str, Any]
     scales: tuple[float, float]
@@ -83,6 +85,7 @@ class Attention:
         eps = next((n.eps for n in (q_norm, k_norm) if isinstance(n, Norm)), 0.0)
         q, q_weight = norm_later(q_norm, q, eps)
         k, k_weight = norm_later(k_norm, k, eps)
+        v = v if self.v_norm is None else self.v_norm(v)
         scales = self.scales if cache.is_float8 else (1.0, 1.0)
         q = self.ops.rope_kv_write(
             q,
@@ -103,14 +106,22 @@ class Attention:
         )
         if spec.q_scale is not None:
             q = (q * step.q_scales[spec.q_scale]).to(q.dtype)
-        y = see_whole_texts(q, cache, step, spec, scales) if spec.mutual else self._attend(q, cache, step, scales)
+        y = see_whole_texts(q, cache, step, spec, scales) if spec.mutual else self._attend(q, cache, step, turned=True)
         if len(step.batch.mutual):
             see_both_ways(y, q, cache, step.batch, spec, scales)
         y = y.flatten(1)
         return self.o(y if gate is None else y * torch.sigmoid(gate))
 
-    def _attend(self, q: Tensor, cache: LayerCache, step: StepContext, scales: tuple[float, float]) -> Tensor:
-        """What queries [T, heads, head_dim] find in the cache."""
+    def find(self, q: Tensor, step: StepContext) -> Tensor:
+        """What queries [T, heads, head_dim] of another layer find in this one's cache."""
+        y = self._attend(q, step.cache.layers[self.layer, self.spec.group], step, turned=False)
+        if len(step.batch.mutual):
+            cache = step.cache.layers[self.layer, self.spec.group]
+            see_both_ways(y, q, cache, step.batch, self.spec, self.scales if cache.is_float8 else (1.0, 1.0))
+        return y
+
+    def _attend(self, q: Tensor, cache: LayerCache, step: StepContext, turned: bool) -> Tensor:
+        """What queries [T, heads, head_dim] find in the cache; ``turned``: as ``paged_attention`` has it."""
         spec = self.spec
         return self.ops.paged_attention(
             q,
@@ -127,8 +138,8 @@ class Attention:
             cache.k_params,
             cache.v_params,
             step.plans[spec.group, spec.window],
-            *scales,
-            turned=True,
+            *(self.scales if cache.is_float8 else (1.0, 1.0)),
+            turned=turned,
             **self.more,
         )
 
@@ -168,6 +179,17 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Apart:
+    """Of a mixture beside an MLP: see the spec's."""
+
+    router: Norm | LayerNorm
+    experts: Norm | LayerNorm
+    shared: Norm | LayerNorm
+    experts_out: Norm | LayerNorm
+    shared_out: Norm | LayerNorm
+
+
+@dataclass(frozen=True)
 class Moe:
     """Router, experts (run together where they can be stacked, one ``Mlp`` each where not) and shared expert.
 
@@ -184,26 +206,45 @@ class Moe:
     ops: Ops
     split: Split | None = None  # where every rank has a part of all experts
     placed: Placed | None = None  # where it has some of them whole, which ``stacked`` or ``experts`` are
+    apart: Apart | None = None
+    each: Tensor | None = None  # float32, of each expert what its weight is multiplied by
 
     def __call__(self, x: Activations, step: StepContext) -> Tensor:
         assert isinstance(x, Tensor), "the router and the experts read the same input"
-        spec = self.spec
-        first = self.router(x), spec.top_k, spec.scoring, spec.norm_topk, spec.scale
+        apart = self.apart
+        if apart is None:
+            routed, extra = self._mixed(x, x, step), self._shared(x)
+            y = routed if extra is None else routed + extra
+            return y if self.split is None else self.split.sum(y)
+        routed, extra = self._mixed(apart.router(x), apart.experts(x), step), self._shared(apart.shared(x))
+        assert extra is not None, "norms of their own are of experts beside an MLP"
+        if self.split is not None:
+            routed, extra = self.split.sum(torch.stack([routed, extra])).unbind()
+        return apart.experts_out(routed) + apart.shared_out(extra)
+
+    def _shared(self, x: Tensor) -> Tensor | None:
+        if self.shared is None:
+            return None
+        extra = self.shared(x)
+        if self.shared_gate is not None:
+            extra = extra * torch.sigmoid(self.shared_gate(x).float()).to(x.dtype)
+        return extra
+
+    def _mixed(self, read: Tensor, x: Tensor, step: StepContext) -> Tensor:
+        """What experts make of ``x``, chosen by what the router reads."""
+        spec, logits = self.spec, self.router(read)
+        logits = logits if spec.logit_scale == 1.0 else logits * spec.logit_scale
+        first = logits, spec.top_k, spec.scoring, spec.norm_topk, spec.scale
         chosen, weights = self.ops.moe_route(*first, **self.routing)
+        if self.each is not None:
+            weights = weights * self.each[chosen]
         if step.routes is not None:
             step.routes.append((chosen, weights))
         if spec.weigh_input:  # a row for every choice, and each row one choice
             rows = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)
             y = self._routed(rows, chosen.reshape(-1, 1), weights.new_ones(len(rows), 1))
-            y = y.view(len(x), spec.top_k, -1).sum(1)
-        else:
-            y = self._routed(x, chosen, weights)
-        if self.shared is not None:
-            extra = self.shared(x)
-            if self.shared_gate is not None:
-                extra = extra * torch.sigmoid(self.shared_gate(x).float()).to(x.dtype)
-            y = y + extra
-        return y if self.split is None else self.split.sum(y)
+            return y.view(len(x), spec.top_k, -1).sum(1)
+        return self._routed(x, chosen, weights)
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         run = self._one_by_one if self.stacked is None else self.stacked
@@ -229,7 +270,7 @@ class Moe:
 class Step:
     """A sublayer: norm, mixer, norm, scale. ``beside``: it reads what the one before it read, the same norm of it where
     ``shares``. ``ends``: the number of the layer that it is the last of. ``carries``: what the first norm gives
-    takes the place of the stream.
+    takes the place of the stream. ``factor`` multiplies the stream behind it.
     """
 
     pre_norm: Norm | LayerNorm | RoundingNorm | None
@@ -240,6 +281,7 @@ class Step:
     shares: bool = False
     ends: int | None = None
     carries: bool = False
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -273,6 +315,7 @@ class Decoder:
     ops: Ops
     split: Split | None = None  # where ``table`` and ``head`` are one rank's part
     added: Added | None = None
+    given: Given | None = None
 
     def embed(self, ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden]."""
@@ -291,6 +334,9 @@ class Decoder:
         dtype = self.table.dtype
         delta = None if self.split is None or self.split.begins else torch.zeros(x.shape, dtype=dtype, device=x.device)
         h: Activations = x
+        if self.given is not None:
+            assert step.ids is not None, "the layers are given rows by token"
+            step.given = self.given(x, step.ids)
         step.tap(0, x, delta)
         for s in self.steps:
             beside = delta if s.beside else None  # of the sublayers that read what this one reads
@@ -316,6 +362,8 @@ class Decoder:
                 delta = delta * s.scale
             if beside is not None:
                 delta = delta + beside
+            if s.factor != 1.0:
+                x, delta = x * s.factor, delta * s.factor
             if s.ends is not None and s.ends < len(step.deep) and step.deep_index is not None:
                 x = x.index_add(0, step.deep_index, step.deep[s.ends].float())
             if s.ends is not None:

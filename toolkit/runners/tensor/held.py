@@ -32,6 +32,8 @@ def weight_bytes(spec: DecoderSpec, weights: Weights, place: Placement, adapters
             total += math.prod(found.shape) * size
         elif isinstance(found, Tensor):
             total += found.numel() * (size if name in biases else 4)
+        elif spec.per_layer is not None and name == spec.per_layer.embed:
+            total += _dense_bytes(found, place)
         elif name == spec.embed or name == spec.head:
             total += _outer_bytes(name == spec.head, spec.tied, found, place)
         elif name in matrices:

@@ -31,9 +31,10 @@ class Agreement:
         self.ways: dict[int, set[Key]] = defaultdict(set)
         self.waiting: dict[str, tuple[Weight, PackedTensor]] = {}
         self.out: dict[str, PackedTensor | None] = {}
-        for i, s in enumerate(s for layer in spec.layers for s in layer.sublayers):
-            m = s.mixer
-            self.input |= dict.fromkeys((x.name for x in (*m.readers(), *m.routers())), i)
+        inputs = (linears for _, m in spec.mixers() for linears in m.inputs())
+        for i, linears in enumerate(inputs):
+            self.input |= dict.fromkeys((x.name for x in linears), i)
+        for _, m in spec.mixers():
             for mlp in m.mlps():
                 if mlp.gate is not None:
                     self.partner |= {mlp.gate.name: mlp.up.name, mlp.up.name: mlp.gate.name}

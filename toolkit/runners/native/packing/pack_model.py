@@ -79,6 +79,8 @@ def pack_model(
                 head_bits = 16 if isinstance(value, Dense) else 8
             widened = name in matrices and not isinstance(value, Dense)
             out.add_linear(name, value, pack_as_bfloat16(value) if widened else pack_nearest(name, value, notes))
+        elif spec.per_layer is not None and name == spec.per_layer.projection.name:
+            out.add(name, pack_nearest(name, value, notes))
         elif isinstance(value, Dense):
             waiting.append((name, value))
         else:

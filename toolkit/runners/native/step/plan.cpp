@@ -42,7 +42,8 @@ namespace {
 void cut_parts(Cut& cut, const Program& p, int64_t threads) {
     if (p.ranks > 1 || cut.count < threads * PART / 2) return;
     for (const Sublayer& s : p.sublayers)
-        if (!std::holds_alternative<Attention>(s.mixer) && !std::holds_alternative<Cross>(s.mixer) && !std::holds_alternative<Mlp>(s.mixer))
+        if (!std::holds_alternative<Attention>(s.mixer) && !std::holds_alternative<Cross>(s.mixer) && !std::holds_alternative<Mlp>(s.mixer) &&
+            !std::holds_alternative<PerLayer>(s.mixer))
             return;
     const int64_t n = ((cut.count + PART - 1) / PART + threads - 1) / threads * threads;
     for (int64_t i = 0; i < n; i++) cut.parts.push_back({{cut.count * i / n, cut.count * (i + 1) / n}, 0, 0, 0, 0});

@@ -3,6 +3,7 @@
 
 #include "step/plan.h"
 #include "step/read.h"
+#include "step/workspace.h"
 
 namespace tk {
 namespace {
@@ -12,6 +13,7 @@ constexpr struct {
     Mixer (*read)(const Record&, Program&);
 } READERS[] = {
     {"attention", read_attention},
+    {"reuse", read_reuse},
     {"latent", read_latent},
     {"cross", read_cross},
     {"short_conv", read_short_conv},
@@ -19,6 +21,7 @@ constexpr struct {
     {"mamba", read_mamba},
     {"mlp", read_mlp},
     {"moe", read_moe},
+    {"per_layer", read_per_layer},
 };
 
 Mixer read_mixer(const Record& r, Program& prog) {
@@ -62,6 +65,7 @@ Sublayer read_sublayer(const Record& r, Program& prog) {
     if (s.beside && prog.sublayers.empty()) r.fail("beside", "nothing stands before it");
     if (s.beside && !prog.sublayers.back().beside) prog.sublayers.back().saves = true;
     s.mixer = read_mixer(r, prog);
+    if (r.has("factor")) s.factor = r.needed("factor", 1).data[0];
     if (r.has("gate")) {
         s.sees = true;
         s.gate = std::tanh(r.needed("gate", 1).data[0]);
@@ -70,6 +74,21 @@ Sublayer read_sublayer(const Record& r, Program& prog) {
     }
     if (std::holds_alternative<Cross>(s.mixer) && !s.sees) r.fail("cross", "without a gate");
     return s;
+}
+
+void read_table(const Record& r, Program& prog) {
+    PerLayerTable& t = prog.per_layer;
+    const int64_t columns = r.integer("columns", 1, CHUNK * STRIPE);
+    t.table = r.linear("table", r.integer("rows", prog.vocab, LIMIT), columns, true);
+    t.projection = r.linear("projection", columns, prog.hidden);
+    t.in.width = prog.hidden;
+    join(t.in, t.projection);
+    t.norm = r.norm("norm", r.record("norm").integer("size", 1, columns));
+    if (!t.norm.present() || columns % t.norm.size) r.fail("norm", "no divisor of the columns");
+    t.embed_scale = r.number("embed_scale");
+    t.projection_scale = r.number("projection_scale");
+    t.scale = r.number("scale");
+    t.pad = r.integer("pad", 0, t.table.w.rows - 1);
 }
 
 void check_ways(const Input& in) {
@@ -149,6 +168,7 @@ Program parse_program(const char* names, const double* values, int64_t count, co
         prog.offset = added.integer("offset", 0, LIMIT);
         prog.embed_norm = added.norm("norm", prog.hidden);
     }
+    if (r.has("per_layer")) read_table(r.record("per_layer"), prog);
     const int64_t sublayers = r.integer("sublayers", 0, 1 << 16);
     for (int64_t i = 0; i < sublayers; i++) prog.sublayers.push_back(read_sublayer(r.entry("sublayers", i), prog));
     for (Sublayer& s : prog.sublayers)

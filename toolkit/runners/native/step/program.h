@@ -76,7 +76,7 @@ struct Input {
 
 struct Attention {
     static constexpr int64_t PHASES = 10;  // of a run that one takes, at most (see Pool)
-    Linear q, k, v, gate, o;  // gate: what multiplies results, by its sigmoid; may be absent
+    Linear q, k, v, gate, o;  // gate: what multiplies results, by its sigmoid; may be absent, as k and v where another layer's are read
     Input in, out;
     int64_t heads, kv_heads, head_dim, dpad, per_kv;  // of this rank, all of which read the same number of queries a key
     int64_t first_head = 0, first_kv = 0;             // the model's heads that come before them
@@ -98,7 +98,7 @@ struct Attention {
     int q_form = 0;          // what queries are multiplied by, by position: 0 nothing, 1 "floor", 2 "log" (QueryScale)
     int64_t q_length = 0, q_offset = 0;
     float q_factor = 0;
-    Norm q_norm, k_norm;
+    Norm q_norm, k_norm, v_norm;
     Vector sinks;
     Vector key_mean;  // of all heads: what is taken off keys before they are rounded, which leaves a softmax as it is
     int32_t kv_type = KV_F32;  // how the cache holds this layer
@@ -156,7 +156,7 @@ struct Mlp {
 };
 
 struct Moe {
-    static constexpr int64_t PHASES = 10;
+    static constexpr int64_t PHASES = 11;
     Linear router, shared_gate;
     std::vector<Mlp> experts;  // all take `in` with the same keys
     Mlp shared;
@@ -169,7 +169,34 @@ struct Moe {
     bool codes = false;  // of all experts, as of an Mlp
     Vector correction;  // added to scores where experts are chosen
     int64_t groups = 1, top_groups = 1, group_best = 1;  // a group is as good as so many of its best
+    float logit_scale = 1;
+    Vector each;  // what weights are multiplied by in the end, an expert
     Input in;
+    // Where the router, the experts and the shared one each read the residual by a norm of their own, and what experts and the shared
+    // one give is normed before it is added.
+    bool apart = false;
+    Input router_in, shared_in;
+    Norm router_norm, experts_norm, shared_norm, experts_out, shared_out;
+};
+
+// act(gate(x)) times columns of what layers are given of tokens (PerLayerTable), then `down`.
+struct PerLayer {
+    static constexpr int64_t PHASES = 7;
+    Linear gate, down;
+    Input in, mid;
+    int32_t activation = SILU;
+    int64_t at;  // the first of its columns
+};
+
+// What all layers are given of each token: a row of `table`, and what `projection` and `norm` make of the residual at its beginning.
+struct PerLayerTable {
+    Linear table, projection;
+    Input in;
+    Norm norm;  // of so many columns at a time
+    float embed_scale, projection_scale, scale;
+    int64_t pad;  // whose row tokens of pictures have
+    int64_t columns() const { return projection.w.rows; }
+    bool present() const { return table.present(); }
 };
 
 // Of each channel by itself, over the last tokens.
@@ -225,7 +252,7 @@ struct Mamba {
     States states;
 };
 
-using Mixer = std::variant<Attention, Latent, Cross, ShortConv, Delta, Mamba, Mlp, Moe>;
+using Mixer = std::variant<Attention, Latent, Cross, ShortConv, Delta, Mamba, Mlp, Moe, PerLayer>;
 
 struct Sublayer {
     Norm pre, post;
@@ -235,6 +262,7 @@ struct Sublayer {
     bool saves = false;   // what it reads is read beside it too
     bool sees = false;    // what it gives goes to tokens that look at pictures alone,
     float gate = 1;       // multiplied by this
+    float factor = 1;     // what multiplies the residual behind it
     int64_t deep = 0;     // which rows of pictures are added behind it, counted from 1; 0 = none
     Mixer mixer;
     // How it attends to tokens that the cache keeps; null = it does not.
@@ -243,7 +271,7 @@ struct Sublayer {
         return std::get_if<Attention>(&mixer);
     }
     // Whether its result waits beside the residual for what is done to it.
-    bool apart() const { return post.present() || sees; }
+    bool apart() const { return post.present() || sees || factor != 1.0f; }
 };
 
 struct Rope {
@@ -276,6 +304,7 @@ struct Program {
     Norm final_norm;
     float embed_scale, head_scale, softcap;
     Vector positions, types;     // rows that are added to embeddings, by position and by type of the token; may be absent
+    PerLayerTable per_layer;     // may be absent
     Norm embed_norm;             // of the sum, with which the residual stream begins; may be absent
     int64_t offset = 0;          // which row is that of position 0
     int64_t chunk = 0;           // tokens that go through the layers together, at most

@@ -74,12 +74,14 @@ void Run::layers_by_parts() {
             const RowPart& part = parts[i];
             hand = part.rows;  // other threads may be at a layer of other heads
             if (from == 0 && !attend) embed_rows(part.rows);
+            if (from == 0 && !attend && p.per_layer.present()) give_rows(part.rows);
             for (size_t k = from; k < end; k++) {
                 const Sublayer& s = p.sublayers[k];
                 if (!attention(k)) tap(k, part.rows);
                 if (s.sees && part.first_look == part.last_look) save_rows(s, part.rows);
                 else if (const Attention* a = attention(k)) attend_rows(s, *a, part);
                 else if (const Cross* c = std::get_if<Cross>(&s.mixer)) cross_rows(s, *c, part);
+                else if (const PerLayer* m = std::get_if<PerLayer>(&s.mixer)) per_layer_rows(s, *m, part.rows);
                 else mlp_rows(s, std::get<Mlp>(s.mixer), part.rows);
                 if (s.deep) add_deep(s, part.rows);
             }

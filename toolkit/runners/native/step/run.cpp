@@ -13,7 +13,7 @@
 namespace tk {
 
 int64_t phases_of(const Program& p, int64_t head_blocks) {
-    int64_t n = 4 + MOST_AUX + head_blocks * 6;
+    int64_t n = 4 + MOST_AUX + (p.per_layer.present() ? 3 : 0) + head_blocks * 6;
     for (const Sublayer& s : p.sublayers)
         n += std::visit([](const auto& m) { return std::decay_t<decltype(m)>::PHASES; }, s.mixer) + (s.deep > 0) + (p.ranks > 1 ? 6 : 0);
     return n;
@@ -61,10 +61,16 @@ Store Run::residual(const Sublayer& s) const {
 void Run::add_post_rows(const Sublayer& s, Range rows) {
     for (int64_t t = rows.first; t < rows.last; t++) {
         if (s.sees && view_of[size_t(t)] < 0) continue;
-        float* y = w.tmp + t * w.hidden_ld;
-        if (s.post.present()) norm_row(s.post, y, y);
-        ops.add_scaled(w.x + t * w.hidden_ld, y, s.residual_scale * s.gate, p.hidden);
+        end_row(s, t, w.tmp + t * w.hidden_ld);
     }
+}
+
+// What a sublayer gives token t, to the residual.
+void Run::end_row(const Sublayer& s, int64_t t, float* y) const {
+    float* x = w.x + t * w.hidden_ld;
+    if (s.post.present()) norm_row(s.post, y, y);
+    ops.add_scaled(x, y, s.residual_scale * s.gate, p.hidden);
+    if (s.factor != 1.0f) std::for_each(x, x + p.hidden, [&](float& v) { v *= s.factor; });
 }
 
 void Run::add_post(const Sublayer& s) {
@@ -196,6 +202,7 @@ void Run::turn_table(size_t i, Range r) const {
 void Run::layers() {
     if (parts.empty()) {
         share(P_EMBED, count, 1, [&](Range r) { embed_rows(r); });
+        if (p.per_layer.present()) give();
         for (const Sublayer& s : p.sublayers) {
             tap_all(size_t(&s - p.sublayers.data()));
             if (s.sees && looks.empty()) save(s);

@@ -160,11 +160,19 @@ private:
     void add_post(const Sublayer& s);
     void add_deep(const Sublayer& s, Range rows);
     void add_post_rows(const Sublayer& s, Range rows);
+    void end_row(const Sublayer& s, int64_t t, float* y) const;
     bool stripes(const Mlp& m) const;
     void gated_rows(const Mlp& m, const InputBuffer& in, Range rows, Range tiles, bool fused);
     void down(const Sublayer& s, const Linear& l, const Input& mid, bool quantized, Phase phase);
 
     void embed_rows(Range rows);
+    // per_layer_step.cpp
+    void give();
+    void give_rows(Range rows);
+    void give_row(int64_t t);
+    void mix(const Sublayer& s, const PerLayer& m);
+    void per_layer_rows(const Sublayer& s, const PerLayer& m, Range rows);
+    void gate_rows(const PerLayer& m, const InputBuffer& in, Range rows, Range tiles);
     void turn_table(size_t rope, Range tokens) const;
     void mix(const Sublayer& s, const Mlp& m);
 
@@ -290,6 +298,7 @@ private:
     void use_pairs(const Moe& m, const Mlp& e);
     void combine(const Sublayer& s, const Moe& m);
     void combine_own(const Sublayer& s, const Moe& m);
+    void add_apart(const Moe& m, float* of_experts, float* of_shared) const;
 
     // sampling.cpp
     void finish_row(int64_t row, float* logits);

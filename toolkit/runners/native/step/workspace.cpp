@@ -46,7 +46,7 @@ struct Widths {
     int64_t in, mid, qkv = 16, spread = 0, queries = 16, heads = 1, dpad = 16, kv_cell = 0, scratch = 64, experts = 16, top_k = 0,
                      moe = 16;
     int64_t low = 0;
-    bool saves = false;
+    bool saves = false, apart = false;
     void linear(const Ops& ops, const Linear& l) {
         if (l.present()) scratch = std::max(scratch, ops.linear_scratch(l.w));
         if (!l.seen) return;
@@ -105,7 +105,12 @@ struct Widths {
         mid = std::max(mid, m.mid.width);
         for (const Linear* l : {&m.gate, &m.up, &m.down}) linear(ops, *l);
     }
+    void mixer(const Ops& ops, const PerLayer& m) {
+        mid = std::max(mid, m.mid.width);
+        for (const Linear* l : {&m.gate, &m.down}) linear(ops, *l);
+    }
     void mixer(const Ops& ops, const Moe& m) {
+        apart |= m.apart;
         linear(ops, m.router);
         linear(ops, m.shared_gate);
         for (const Mlp& e : m.experts) mixer(ops, e);
@@ -120,6 +125,7 @@ Widths measure(const Program& p, const Ops& ops) {
     Widths w;
     w.in = w.mid = p.hidden;
     w.linear(ops, p.head);
+    w.linear(ops, p.per_layer.projection);
     for (const Sublayer& s : p.sublayers) {
         w.saves |= s.saves;
         std::visit([&](const auto& m) { w.mixer(ops, m); }, s.mixer);
@@ -141,7 +147,8 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
     experts.expert.resize(size_t(moe_pairs));
     experts.weight.resize(size_t(moe_pairs));
     // floats, which take more than codes with what belongs to them
-    gathered = 4 * std::max({p.chunk * pad16(std::max(w.mid, p.hidden)) + moe_pairs * pad16(w.moe), logit_rows * vocab_ld});
+    gathered = 4 * std::max({p.chunk * pad16(std::max(w.mid, p.hidden)) + std::max(moe_pairs * pad16(w.moe), w.apart ? p.chunk * hidden_ld : 0),
+                             logit_rows * vocab_ld});
     const int64_t rows = std::max(QUERY_ROWS, w.heads);
     x = take<float>(p.chunk * hidden_ld);
     tmp = take<float>(p.chunk * hidden_ld);
@@ -155,6 +162,11 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
     queries = take<uint8_t>(p.chunk * queries_ld * 4);
     in = input(p.chunk, w.in);
     mid = input(p.chunk, w.mid);
+    if (w.apart) beside = input(p.chunk, p.hidden);
+    if (p.per_layer.present()) {
+        given_ld = pad16(p.per_layer.columns());
+        given = take<float>(p.chunk * given_ld);
+    }
     if (w.top_k) {
         pairs_in = input(moe_pairs, p.hidden);
         pairs_mid = input(moe_pairs, w.moe);

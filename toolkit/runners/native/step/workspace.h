@@ -122,6 +122,9 @@ struct Workspace : Arena {
     int64_t queries_ld;  // numbers of a token's queries in the layer that has most
     uint8_t* queries;    // of each part of the chunk, or of all: [kv_head][token][per_kv][dpad], float or bfloat16
     InputBuffer in, mid, pairs_in, pairs_mid;
+    InputBuffer beside;  // what an MLP beside experts reads where it is not what they read
+    int64_t given_ld = 0;
+    float* given = nullptr;  // [CHUNK][given_ld], what layers are given of tokens
     float* pairs_out;
     std::vector<float*> cos, sin;  // a rope: [CHUNK][rotary / 2]
     uint8_t* dummy_cell;           // zeros

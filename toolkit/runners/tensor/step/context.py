@@ -27,7 +27,8 @@ class StepContext:
     each cross layer the keys and values. ``deep``: what is added behind each of the first layers to the flat tokens
     ``deep_index``, [those tokens, hidden]. ``routes``: where somebody asks, each mixture of experts adds to
     it which it chose, and their weights, [T, chosen] each. ``taps``: what goes into some layers, by number, which the
-    decoder fills in: [``tap_rows``, hidden], float32; their number: out of the last.
+    decoder fills in: [``tap_rows``, hidden], float32; their number: out of the last. ``ids``: of a model with
+    embeddings of each layer's own, int64 [T], of which the decoder makes ``given``, [T, columns].
     """
 
     batch: StepBatch
@@ -47,6 +48,8 @@ class StepContext:
     routes: list[tuple[Tensor, Tensor]] | None = None
     taps: dict[int, Tensor | None] = field(default_factory=dict)
     tap_rows: Tensor | None = None
+    ids: Tensor | None = None
+    given: Tensor | None = None
 
     def tap(self, layer: int, x: Tensor, delta: Tensor | None) -> None:
         """Keep what goes into a layer where it was asked for, the sum of both."""

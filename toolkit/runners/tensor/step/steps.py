@@ -335,9 +335,12 @@ class Steps:
             self._pictures[number] = self.decoder.remember(mine)
 
     def _embed(self, t: dict[str, Tensor]) -> Tensor:
+        return self.decoder.embed(self._ids(t))
+
+    def _ids(self, t: dict[str, Tensor]) -> Tensor:
         source = t["source"]
         taken = self._previous.index_select(0, source.clamp(min=0))
-        return self.decoder.embed(torch.where(source >= 0, taken, t["ids"]))
+        return torch.where(source >= 0, taken, t["ids"])
 
     def _embed_text(self, t: dict[str, Tensor], added: Added) -> Tensor:
         return added(self._embed(t), self._positions.places(t["rope"]), t.get("types"))
@@ -386,6 +389,9 @@ class Steps:
             context.views, context.pictures = tuple((a, b, s) for (a, b), s in pairs), self._pictures
         if "embeds" in t:
             context.deep, context.deep_index = t["embeds"].split(x.shape[1], 1)[1:], t["embed_index"]
+        if (table := self.spec.per_layer) is not None:
+            ids = self._ids(t)
+            context.ids = ids.index_fill(0, t["embed_index"], table.pad) if "embed_index" in t else ids
         if taps:
             context.taps, context.tap_rows = taps, t.get(TAPPED)
         return self.decoder.run(x, context)

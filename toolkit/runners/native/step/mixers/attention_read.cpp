@@ -115,6 +115,7 @@ Mixer read_attention(const Record& r, Program& prog) {
     a.o = r.routed("o", hidden, a.heads * a.head_dim);
     a.q_norm = r.norm("q_norm", a.head_dim, a.heads);
     a.k_norm = r.norm("k_norm", a.head_dim, a.kv_heads);
+    a.v_norm = r.norm("v_norm", a.head_dim);
     a.sinks = r.vector("sinks", a.heads);
     a.key_mean = r.vector("key_mean", a.kv_heads * a.head_dim);
     if (a.key_mean && (a.sinks || a.softcap > 0 || a.sink_tokens)) r.fail("key_mean", "where it would change what tokens weigh");
@@ -127,6 +128,34 @@ Mixer read_attention(const Record& r, Program& prog) {
     join(a.out, a.o);
     read_own(r, a, a.out);
     keep(a, r, prog);
+    return a;
+}
+
+// Attention with queries of its own to the keys and values of a sublayer before it.
+Mixer read_reuse(const Record& r, Program& prog) {
+    const int64_t source = r.integer("source", 0, int64_t(prog.sublayers.size()) - 1);
+    const Attention* from = std::get_if<Attention>(&prog.sublayers[size_t(source)].mixer);
+    if (!from || !from->k.present()) r.fail("source", "keeps no keys and values");
+    if (from->alibi || from->sinks || from->clip > 0 || from->sink_tokens || from->q_form || from->gate.present() || from->norm_last)
+        r.fail("source", "no plain attention");
+    Attention a = *from;
+    a.k = a.v = Linear();
+    a.k_norm = a.v_norm = Norm();
+    a.in = a.out = Input();
+    a.key_mean = Vector();
+    a.first_head = a.first_kv = 0;
+    a.codes = false;
+    read_heads(r, a);
+    a.rope = r.has("rope") ? read_rope_of(r, prog, a.head_dim) : -1;
+    a.q = r.linear("q", a.heads * a.head_dim, prog.hidden);
+    a.o = r.linear("o", prog.hidden, a.heads * a.head_dim);
+    a.q_norm = r.norm("q_norm", a.head_dim);
+    a.in.width = prog.hidden;
+    join(a.in, a.q);
+    a.out.width = a.heads * a.head_dim;
+    join(a.out, a.o);
+    read_own(r, a, a.out);
+    if (a.head_dim != from->head_dim || a.kv_heads != from->kv_heads || a.first_kv != from->first_kv) r.fail("source", "has other heads");
     return a;
 }
 

@@ -114,9 +114,11 @@ void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
         load(q + h * hd, a.q_norm, h, a.sink_cos.data(), a.sink_sin.data());
         put_query(a, row, from_sinks + at);
     }
+    if (!a.k.present()) return;  // another layer has stored them
     const int64_t at = (a.first_kv + head) * hd;
     load(k + at, a.k_norm, a.first_kv + head, cos, sin, a.key_mean && turns(a.kv_type) ? a.key_mean.data + at : nullptr);
-    std::memcpy(value, v + at, size_t(hd) * 4);
+    if (a.v_norm.present()) norm_row(a.v_norm, v + at, value);
+    else std::memcpy(value, v + at, size_t(hd) * 4);
     if (turns(a.kv_type)) ops.hadamard(value, hd);
     store(a, t, head, row, value);
 }

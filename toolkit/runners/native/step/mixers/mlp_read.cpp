@@ -14,6 +14,14 @@ void check_routed(const Record& r, const Mlp& m) {
     if (up.low() && (m.gate_scale != 1.0f || m.activation == SWIGLUOAI)) r.fail("activation", "not of each by itself");
 }
 
+void read_apart(const Record& r, Moe& m, int64_t hidden) {
+    m.router_norm = r.needed_norm("router", hidden);
+    m.experts_norm = r.needed_norm("experts", hidden);
+    m.shared_norm = r.needed_norm("shared", hidden);
+    m.experts_out = r.needed_norm("experts_out", hidden);
+    m.shared_out = r.needed_norm("shared_out", hidden);
+}
+
 }  // namespace
 
 Mlp read_one_mlp(const Record& r, int64_t hidden, Input& in, bool may_route) {
@@ -38,6 +46,21 @@ Mlp read_one_mlp(const Record& r, int64_t hidden, Input& in, bool may_route) {
     if (m.codes && (m.mid.keys.size() != 1 || m.mid.keys[0].perm || m.up.own.first * LANES % m.mid.keys[0].group ||
                     (m.up.own.last != m.up.w.tiles() && m.up.own.last * LANES % m.mid.keys[0].group)))
         r.fail("codes", "down does not quantize its tiles by themselves");
+    return m;
+}
+
+Mixer read_per_layer(const Record& r, Program& prog) {
+    PerLayer m;
+    if (!prog.per_layer.present()) r.fail("at", "without a table");
+    m.activation = int32_t(r.integer("activation", SILU, QUICK_GELU));
+    if (m.activation == SWIGLUOAI) r.fail("activation", "one of two");
+    m.in.width = prog.hidden;
+    m.mid.width = r.integer("width", 1, prog.per_layer.columns());
+    m.at = r.integer("at", 0, prog.per_layer.columns() - m.mid.width);
+    m.gate = r.linear("gate", m.mid.width, prog.hidden);
+    m.down = r.linear("down", prog.hidden, m.mid.width);
+    join(m.in, m.gate);
+    join(m.mid, m.down);
     return m;
 }
 
@@ -66,8 +89,13 @@ Mixer read_moe(const Record& r, Program& prog) {
     if (experts % m.groups || m.top_k > m.top_groups * each || m.group_best > each) r.fail("groups", "do not fit the experts");
     m.jitter = r.number("jitter");
     m.weigh_input = r.flag("weigh_input");
+    m.logit_scale = r.number("logit_scale");
+    m.each = r.vector("each", experts);
     m.router = r.linear("router", experts, hidden);
-    join(m.in, m.router);
+    m.apart = r.has("apart");
+    m.router_in.width = m.shared_in.width = hidden;
+    join(m.apart ? m.router_in : m.in, m.router);
+    if (m.apart) read_apart(r.record("apart"), m, hidden);
     for (int64_t e = 0; e < experts; e++) m.experts.push_back(read_one_mlp(r.entry("experts", e), hidden, m.in));
     for (const Mlp& e : m.experts)
         if (e.mid.width != m.experts[0].mid.width) r.fail("experts", "of different widths");
@@ -77,11 +105,12 @@ Mixer read_moe(const Record& r, Program& prog) {
             r.fail("experts", "shared out otherwise than the first");
     m.has_shared = r.has("shared");
     if (m.has_shared) {
-        m.shared = read_one_mlp(r.record("shared"), hidden, m.in);
+        m.shared = read_one_mlp(r.record("shared"), hidden, m.apart ? m.shared_in : m.in);
         m.shared_gate = r.maybe_linear("shared_gate", 1, hidden);
         join(m.in, m.shared_gate);
         if (m.codes && !m.shared.codes) r.fail("shared", "shared out otherwise than the experts");
     }
+    if (m.apart && (!m.has_shared || m.shared_gate.present() || m.weigh_input)) r.fail("apart", "without an MLP beside, or with its gate");
     return m;
 }
 

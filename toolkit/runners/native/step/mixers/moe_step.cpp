@@ -59,10 +59,8 @@ void mix(const Moe& m, const float* logits, int64_t n, int32_t* expert, float* w
     if (expert[0] > expert[1]) std::swap(expert[0], expert[1]), std::swap(weight[0], weight[1]);
 }
 
-// The top_k experts of one token, ascending by expert, and their weights.
-void pick(const Moe& m, const float* logits, int64_t n, int32_t* expert, float* weight) {
-    if (m.scoring == 2) return mix(m, logits, n, expert, weight);
-    std::vector<float> score(logits, logits + n);
+// The best by their scores, each for itself.
+void choose(const Moe& m, std::vector<float>& score, int64_t n, int32_t* expert, float* weight) {
     if (m.scoring == 1) {
         for (float& s : score) s = 1.0f / (1.0f + std::exp(-s));
     } else {
@@ -83,6 +81,15 @@ void pick(const Moe& m, const float* logits, int64_t n, int32_t* expert, float* 
         const float s = score[size_t(expert[k])];
         weight[k] = (m.norm_topk && total > 0 ? s / total : s) * m.scale;
     }
+}
+
+// The top_k experts of one token, ascending by expert, and their weights.
+void pick(const Moe& m, const float* logits, int64_t n, int32_t* expert, float* weight) {
+    std::vector<float> score(logits, logits + n);
+    for (float& s : score) s *= m.logit_scale;
+    if (m.scoring == 2) mix(m, score.data(), n, expert, weight);
+    else choose(m, score, n, expert, weight);
+    for (int64_t k = 0; m.each && k < m.top_k; k++) weight[k] *= m.each.data[expert[k]];
 }
 
 // Pairs (token, k) sorted by expert.
@@ -110,7 +117,8 @@ void Run::route(const Sublayer& s, const Moe& m) {
     const float* from = source(s);
     save(s);
     share(P_MOE, count, 1, [&](Range r) {
-        for (int64_t t = r.first; t < r.last; t++) prepare_row(m.in, s.pre, from + t * w.hidden_ld, w.in, t);
+        const Input& in = m.apart ? m.router_in : m.in;
+        for (int64_t t = r.first; t < r.last; t++) prepare_row(in, m.apart ? m.router_norm : s.pre, from + t * w.hidden_ld, w.in, t);
     });
     const int64_t tiles = m.router.w.tiles();
     share(P_MOE, tiles + m.shared_gate.w.tiles(), 1, [&](Range r) {
@@ -121,6 +129,13 @@ void Run::route(const Sublayer& s, const Moe& m) {
         to.out += tiles * LANES;
         if (r.last > tiles) linear(m.shared_gate, w.in, 0, count, {0, 1}, to);
     });
+    if (m.apart)
+        share(P_MOE, count, 1, [&](Range r) {
+            for (int64_t t = r.first; t < r.last; t++) {
+                prepare_row(m.in, m.experts_norm, from + t * w.hidden_ld, w.in, t);
+                prepare_row(m.shared_in, m.shared_norm, from + t * w.hidden_ld, w.beside, t);
+            }
+        });
     ExpertRows& r = w.experts;
     auto pick_all = [&](Range tokens) {
         for (int64_t t = tokens.first; t < tokens.last; t++)
@@ -218,7 +233,8 @@ void Run::experts(const Moe& m) {
     const bool one = count == 1 && !m.weigh_input && adapters.empty();  // then all rows are the same
     if (!one) gather_pairs(m);
     each_expert(m, false, [&](const Mlp& e, Range rows, Range tiles) {
-        const InputBuffer &from = one || &e == &m.shared ? w.in : w.pairs_in, &to = &e == &m.shared ? w.mid : w.pairs_mid;
+        const InputBuffer& read = &e == &m.shared && m.apart ? w.beside : w.in;
+        const InputBuffer &from = one || &e == &m.shared ? read : w.pairs_in, &to = &e == &m.shared ? w.mid : w.pairs_mid;
         float* out = to.x + rows.first * to.ldx + tiles.first * LANES;
         use_pairs(m, e);
         gated(e, from, one ? 0 : rows.first, rows.last - rows.first, tiles, out, to.ldx);
@@ -274,21 +290,31 @@ void Run::combine_own(const Sublayer& s, const Moe& m) {
                 const float weight = m.weigh_input ? 1.0f : w.experts.weight[size_t(i)];
                 ops.add_scaled(y, w.pairs_out + w.experts.place[size_t(i)] * w.hidden_ld + at, weight, n);
             }
-            if (m.has_shared) {
+            if (m.apart) out = w.beside.x + t * w.beside.ldx + at;  // beside what the shared one has made
+            else if (m.has_shared) {
                 const float gate = m.shared_gate.present() ? 1.0f / (1.0f + std::exp(-gates[t * w.router_ld])) : 1.0f;
                 ops.add_scaled(y, out, gate, n);
             }
             std::memcpy(out, y, size_t(n) * 4);
         }
     });
-    gather({floats(w.tmp, count, w.hidden_ld, p.hidden, own_columns)});
+    std::vector<Columns> made{floats(w.tmp, count, w.hidden_ld, p.hidden, own_columns)};
+    if (m.apart) made.push_back(floats(w.beside.x, count, w.beside.ldx, p.hidden, own_columns));
+    gather(made);
     share(P_MOE, count, 1, [&](Range r) {
         for (int64_t t = r.first; t < r.last; t++) {
             float* y = w.tmp + t * w.hidden_ld;
-            if (s.post.present()) norm_row(s.post, y, y);
-            ops.add_scaled(w.x + t * w.hidden_ld, y, s.residual_scale, p.hidden);
+            if (m.apart) add_apart(m, w.beside.x + t * w.beside.ldx, y), y = w.beside.x + t * w.beside.ldx;
+            end_row(s, t, y);
         }
     });
+}
+
+// What experts have made of a token, normed, and to it what the shared one has.
+void Run::add_apart(const Moe& m, float* of_experts, float* of_shared) const {
+    norm_row(m.experts_out, of_experts, of_experts);
+    norm_row(m.shared_out, of_shared, of_shared);
+    ops.add_scaled(of_experts, of_shared, 1.0f, p.hidden);
 }
 
 // Adapters of the rows that the expert reads: pairs have their tokens'.
@@ -305,19 +331,19 @@ void Run::combine(const Sublayer& s, const Moe& m) {
     const float* gates = w.router + m.router.w.tiles() * LANES;
     share(P_MOE, count, 1, [&](Range r) {
         for (int64_t t = r.first; t < r.last; t++) {
-            float *y = own.mid.x, *x = w.x + t * w.hidden_ld;
+            float *y = own.mid.x;
             std::memset(y, 0, size_t(p.hidden) * 4);
             for (int64_t k = 0; k < m.top_k; k++) {
                 const int64_t i = t * m.top_k + k;
                 const float weight = m.weigh_input ? 1.0f : w.experts.weight[size_t(i)];
                 ops.add_scaled(y, w.pairs_out + w.experts.place[size_t(i)] * w.hidden_ld, weight, p.hidden);
             }
-            if (m.has_shared) {
+            if (m.apart) add_apart(m, y, w.tmp + t * w.hidden_ld);
+            else if (m.has_shared) {
                 const float gate = m.shared_gate.present() ? 1.0f / (1.0f + std::exp(-gates[t * w.router_ld])) : 1.0f;
                 ops.add_scaled(y, w.tmp + t * w.hidden_ld, gate, p.hidden);
             }
-            if (s.post.present()) norm_row(s.post, y, y);
-            ops.add_scaled(x, y, s.residual_scale, p.hidden);
+            end_row(s, t, y);
         }
     });
 }

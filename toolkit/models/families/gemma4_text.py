@@ -1,0 +1,207 @@
+"""Gemma 4 (text): Gemma 3 with norms on values, wider heads of other keys in layers that see everything, and a factor
+of the residual stream a layer. The small ones have embeddings of each layer's own, and later layers read keys and
+values of earlier ones; 26B-A4B has experts beside the MLP. Source: transformers ``Gemma4ForCausalLM``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from toolkit.models.config.dims import Dims, read_dims, read_window
+from toolkit.models.config.fields import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_VOCAB, Fields
+from toolkit.models.config.rope import read_rope
+from toolkit.models.decoder import Built, assemble, attention, experts, gated_mlp, rms_norm
+from toolkit.models.families.gemma2 import softcap
+from toolkit.models.family import WITHIN, Family, Tiny
+from toolkit.models.spec import (
+    Activation,
+    Apart,
+    AttentionSpec,
+    LayerSpec,
+    LinearSpec,
+    MoeSpec,
+    NormSpec,
+    PerLayerSpec,
+    PerLayerTable,
+    ReuseSpec,
+    Sublayer,
+)
+from toolkit.models.stored import fused_experts, renamed, stored_tensors
+
+SLIDES, FULL = "sliding_attention", "full_attention"
+ROPES = {
+    SLIDES: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+TABLE, PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
+ENDS = {
+    ".mlp.gate": ".router.proj",
+    ".per_layer.gate_proj": ".per_layer_input_gate",
+    ".per_layer.down_proj": ".per_layer_projection",
+}
+ROUTER = ".router.scale"  # the weight of a norm, by this name alone
+
+
+def _types(config: Fields, layers: int) -> list[str]:
+    """What each layer sees; the last one sees everything whatever the file says."""
+    found = config.choices("layer_types", layers, tuple(ROPES))
+    types = found or [SLIDES if (i + 1) % 6 else FULL for i in range(layers)]
+    return [*types[:-1], FULL]
+
+
+def _own_dims(config: Fields, dims: Dims, types: list[str]) -> list[Dims]:
+    """Of each layer, with heads of its own size and number."""
+    heads = config.integer("global_head_dim", default=512, high=65_536)
+    keys = config.integer("num_global_key_value_heads", default=dims.kv_heads, high=dims.heads)
+    keys = keys if config.flag("attention_k_eq_v", False) else dims.kv_heads
+    stated = config.nested("per_layer_config")
+    found = []
+    for i, kind in enumerate(types):
+        own = replace(dims, head_dim=heads, kv_heads=keys) if kind == FULL else dims
+        if stated is not None:  # as transformers writes it since 5.10, in place of the two
+            entry = stated.inner(str(i))
+            own = replace(
+                dims,
+                head_dim=entry.integer("head_dim", default=dims.head_dim, high=65_536),
+                kv_heads=entry.integer("num_key_value_heads", default=dims.kv_heads, high=dims.heads),
+            )
+        if own.heads % own.kv_heads:
+            config.fail("num_global_key_value_heads", own.kv_heads, f"a divisor of num_attention_heads ({own.heads})")
+        found.append(own)
+    return found
+
+
+def _sources(config: Fields, types: list[str]) -> list[int | None]:
+    """Of each layer the one whose keys and values it reads, if not its own: the last of its kind that has some."""
+    own = len(types) - config.integer("num_kv_shared_layers", default=0, low=0, high=len(types))
+    last = {kind: i for i, kind in enumerate(types[:own])}
+    if missing := set(types[own:]) - set(last):
+        kind = min(missing)
+        config.fail("num_kv_shared_layers", len(types) - own, f"one that leaves a layer of {kind} with keys of its own")
+    return [None if i < own else last[kind] for i, kind in enumerate(types)]
+
+
+def _given(config: Fields) -> int:
+    """Numbers that a layer is given of each token; an explicit null means none."""
+    none = "hidden_size_per_layer_input" in config.values and not config.has("hidden_size_per_layer_input")
+    found: int = 0 if none else config.integer("hidden_size_per_layer_input", default=256, low=0)
+    return found
+
+
+def _mixture(config: Fields, dims: Dims, act: Activation) -> Callable[[int], MoeSpec]:
+    count = config.integer("num_experts", high=MAX_EXPERTS)
+    if count * dims.layers > MAX_EXPERTS_IN_ALL:
+        config.fail("num_experts", count, f"at most {MAX_EXPERTS_IN_ALL} experts in all {dims.layers} layers")
+    top_k = config.integer("top_k_experts", "num_experts_per_tok", high=count)
+    inner = config.integer("moe_intermediate_size", "expert_intermediate_size")
+
+    def make(layer: int) -> MoeSpec:
+        made = experts(layer, dims.hidden, inner, act, count=count, top_k=top_k, norm_topk=True)
+        return replace(made, logit_scale=dims.hidden**-0.5, each=f"model.layers.{layer}.router.per_expert_scale")
+
+    return make
+
+
+def build(config: Fields) -> Built:
+    dims = read_dims(config, tied=True, head_dim=256, kv_heads=4)
+    if (both := config.values.get("use_bidirectional_attention")) not in (None, False, "vision"):
+        config.fail("use_bidirectional_attention", both, 'null or "vision": a decoder is causal')
+    given = _given(config)
+    config = config.filled({"rope_parameters": ROPES})
+    types, window = _types(config, dims.layers), read_window(config, default=512)
+    owns, sources = _own_dims(config, dims, types), _sources(config, types)
+    bias, same = config.flag("attention_bias", False), config.flag("attention_k_eq_v", False)
+    act = config.activation("hidden_activation", default="gelu_pytorch_tanh")
+    wide = config.flag("use_double_wide_mlp", False)
+    mixture = _mixture(config, dims, act) if config.flag("enable_moe_block", False) else None
+
+    def norm(name: str, size: int, weight: bool = True) -> NormSpec:
+        return NormSpec(name, size, dims.eps, weight=weight)
+
+    def attends(i: int) -> AttentionSpec | ReuseSpec:
+        kind, own, source = types[i], owns[i], sources[i]
+        rope = read_rope(config, head_dim=own.head_dim, max_position=dims.max_position, layer_type=kind)
+        seen = window if kind == SLIDES else None
+        made = attention(i, own, rope, window=seen, qkv_bias=bias, o_bias=bias, qk_norm=True, scale=1.0)
+        if source is not None:
+            heads = own.heads, own.kv_heads, own.head_dim
+            return ReuseSpec(made.q, made.o, *heads, rope, source, made.q_norm)
+        made = replace(made, v_norm=norm(f"model.layers.{i}.self_attn.v_norm", own.head_dim, weight=False))
+        return replace(made, v=made.k) if same and kind == FULL else made
+
+    layers = []
+    for i in range(dims.layers):
+        prefix = f"model.layers.{i}"
+
+        def named(name: str, prefix: str = prefix) -> NormSpec:
+            return norm(f"{prefix}.{name}", dims.hidden)
+
+        sublayers = [Sublayer(attends(i), named("input_layernorm"), named("post_attention_layernorm"))]
+        inner = dims.intermediate * (2 if wide and sources[i] is not None else 1)
+        mlp = gated_mlp(f"{prefix}.mlp", dims.hidden, inner, act)
+        before, after = named("pre_feedforward_layernorm"), named("post_feedforward_layernorm")
+        if mixture is None:
+            sublayers.append(Sublayer(mlp, before, after))
+        else:
+            ends = named("post_feedforward_layernorm_2"), named("post_feedforward_layernorm_1")
+            apart = Apart(named("router.scale"), named("pre_feedforward_layernorm_2"), before, *ends)
+            sublayers.append(Sublayer(replace(mixture(i), shared=mlp, apart=apart), None, after))
+        if given:
+            gate = LinearSpec(f"{prefix}.per_layer.gate_proj", dims.hidden, given, False, "column")
+            back = LinearSpec(f"{prefix}.per_layer.down_proj", given, dims.hidden, False, "row")
+            own = PerLayerSpec(gate, back, act, at=i * given)
+            sublayers.append(Sublayer(own, None, named("post_per_layer_input_norm")))
+        sublayers[-1] = replace(sublayers[-1], factor=f"{prefix}.layer_scalar")
+        layers.append(LayerSpec(tuple(sublayers)))
+
+    table, pad = None, config.values.get("pad_token_id")
+    if given:
+        columns = dims.layers * given
+        table = PerLayerTable(
+            TABLE,
+            config.integer("vocab_size_per_layer_input", default=262_144, low=dims.vocab, high=MAX_VOCAB),
+            given**0.5,
+            LinearSpec(PROJECTION, dims.hidden, columns),
+            dims.hidden**-0.5,
+            norm("model.per_layer_projection_norm", given),
+            2**-0.5,
+            pad if isinstance(pad, int) and 0 <= pad < dims.vocab else 0,
+        )
+    spec = assemble(
+        dims,
+        layers,
+        rms_norm("model.norm", dims.hidden, dims.eps),
+        embed_scale=dims.hidden**0.5,
+        logit_softcap=softcap(config, "final_logit_softcapping", None),
+        per_layer=table,
+    )
+    names = renamed(ENDS, {"mlp.experts.": "experts."})
+    first = None if mixture is None else mixture(0)
+    stacks = () if first is None else fused_experts(len(first.experts), dims.hidden, first.experts[0].up.out_features)
+    stored = stored_tensors(spec, names, stacks)
+    return spec, [replace(item, bare=True) if item.name.endswith(ROUTER) else item for item in stored]
+
+
+SIZES = dict(
+    head_dim=16,
+    global_head_dim=32,
+    sliding_window=16,
+    num_hidden_layers=3,
+    layer_types=[SLIDES, SLIDES, FULL],
+    vocab_size_per_layer_input=320,
+)
+FAMILY = Family(
+    "gemma4_text",
+    "Gemma 4 E2B, E4B, 26B-A4B, 31B (text)",
+    ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+    build,
+    (
+        Tiny(SIZES | dict(num_hidden_layers=6, layer_types=[SLIDES, FULL] * 3, num_kv_shared_layers=3,
+                          use_double_wide_mlp=True, hidden_size_per_layer_input=32, attention_k_eq_v=True,
+                          num_global_key_value_heads=1)),
+        Tiny(SIZES | dict(hidden_size_per_layer_input=0, final_logit_softcapping=10.0, enable_moe_block=True,
+                          num_experts=4, top_k_experts=2, moe_intermediate_size=32)),
+    ),
+    "gguf: not yet",
+    spellings=WITHIN,
+)  # fmt: skip
