@@ -68,7 +68,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._renderer = _renderer(found, renderer)
         self.parse_special = found.parse_special
-        self.stop_words = list(found.stop_words) or self._turn_end()
+        self.stop_words = list(found.stop_words) or [*self._turn_end(), *self._call_ends()]
         if self._found.spells_tools and self._prints_plugin_turns():
             self.tool_format, self._spell = internlm.FORMAT, spell_for_internlm
 
@@ -340,6 +340,11 @@ class ChatTemplate:
         if not ids or ids[0] not in self._tokenizer.special_ids:
             return []
         return [self._tokenizer.decode(ids[:1], skip_special_tokens=False)]
+
+    def _call_ends(self) -> list[str]:
+        """The special tokens that end an answer with calls, where another one ends answers without."""
+        stops = self.tool_format.stops if self.tool_format is not None else ()
+        return [stop for stop in stops if self._tokenizer.token_id(stop) in self._tokenizer.special_ids]
 
 
 def _plain(text: str) -> Written:
