@@ -25,7 +25,14 @@ from toolkit.chat.forged import Apart, told_apart
 from toolkit.chat.messages import PICTURE, Message, normalise, with_arguments_as_text
 from toolkit.chat.refusal import TemplateRefusal
 from toolkit.chat.renderer import Renderer
-from toolkit.chat.tool_text import PLUGIN, PLUGIN_ROLE, spell_for_internlm, spell_out, system_in_user
+from toolkit.chat.tool_text import (
+    PLUGIN,
+    PLUGIN_ROLE,
+    results_beside_calls,
+    spell_for_internlm,
+    spell_out,
+    system_in_user,
+)
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig
 from toolkit.parsers.tools import hermes, internlm
@@ -243,6 +250,8 @@ class ChatTemplate:
         turns = self._with_pictures(turns, parts=self.picture is not None and self._takes_parts)
         if not self._found.knows_ipython:
             turns = [{**turn, "role": "tool"} if turn["role"] == "ipython" else turn for turn in turns]
+        if "tool_responses" in chosen and "tool_call_id" not in chosen:  # it knows results there alone
+            turns = results_beside_calls(turns)
         try:
             return self._rendered(chosen, turns, values)
         except TemplateRefusal as e:
