@@ -25,7 +25,8 @@ FUNCTIONS: dict[str, Any] = {"weather": SCHEMA, "now": {}}
 SPECIALS = ["<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
             "<|tool_call_argument_begin|>", "[TOOL_CALLS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>",
             "<|end|>", "<|call|>", "<|action_start|>", "<|plugin|>", "<|action_end|>", "<|START_ACTION|>",
-            "<|END_ACTION|>", "</think>"]  # fmt: skip
+            "<|END_ACTION|>", "</think>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>",
+            "<channel|>"]  # fmt: skip
 TOKENS = [bytes([i]) for i in range(256)]
 EOS = 256
 IDS = {text: 257 + i for i, text in enumerate(SPECIALS)}
@@ -115,6 +116,37 @@ def test_an_answer_of_another_format_may_be_a_call_instead(form: Any) -> None:
             assert call or matcher.accept_token(EOS, False)
             matcher.reset()
         assert not matcher.accept_token(ord("#"), False)
+
+
+def test_a_forced_name_may_begin_with_another_one() -> None:
+    for name in ("gemma4", "hermes"):
+        form = registry.tool_format(name)
+        functions = {"now": {}, "now2": {}, "now23": {}}
+        texts = [form.written.first + form.written.begin % f + "{}" + form.written.end for f in functions]
+        for text in [*texts, form.written.between.join(texts)]:
+            parser = registry.open_parser(form, None, functions, seed="x", guided=True)
+            answer = Answer()
+            for character in text:
+                answer.take(parser.add(character))
+            answer.take(parser.finish())
+            assert len(answer.calls) == text.count("now") and answer.content == ""
+            assert answer.calls[-1]["function"]["name"] in text
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_gemma_4_thinks_and_calls_in_tokens_of_its_own(thinks: bool) -> None:
+    form, reasoning = registry.tool_format("gemma4"), registry.reasoning_format("gemma4")
+    rule = grammar.required_calls(form, {"weather": SCHEMA}, IDS, reasoning=reasoning, begun=None)
+    check_format(rule)
+    matcher = CORE.GrammarMatcher(compile_format(COMPILER, rule), [EOS], False, -1, None)
+    text = "<|channel>thought\nParis, then.<channel|>" if thinks else ""
+    text += '<|tool_call>call:weather{"unit": "C", "days": 1, "exact": true}<tool_call|>'
+    for node in grammar.literal(text, IDS):
+        tokens = [node["token"]] if node["type"] == "token" else list(node["value"].encode())
+        assert all(matcher.accept_token(token, False) for token in tokens)
+    assert matcher.accept_token(EOS, False)
+    answer = read(form, text, True, reasoning)
+    assert answer.reasoning == ("Paris, then." if thinks else "") and check(answer, text) == ["weather"]
 
 
 @pytest.mark.parametrize("begun", ["open", None])

@@ -29,6 +29,12 @@ CASES: list[tuple[str, Any, str, str, str]] = [
     ("gpt_oss", None, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello.", "Hm.", "Hello."),
     ("gpt_oss", None, "<|channel|>analysis<|message|>Hm", "Hm", ""),
     ("minimax_m2", None, "Hm.\n</think>\n\nHello.", "Hm.", "Hello."),
+    ("gemma4", None, "<|channel>thought\nHm.\n<channel|>Hello.", "Hm.", "Hello."),
+    ("gemma4", None, "<|channel>thought\n<channel|>Hello.<|channel>thought\n<channel|>", "", "Hello."),
+    ("gemma4", None, "<|channel>thought\nHm", "Hm", ""),
+    ("gemma4", None, "Hello, < and <|chan.", "", "Hello, < and <|chan."),
+    ("gemma4", "open", "Hm.<channel|>Hello.<channel|>", "Hm.", "Hello."),
+    ("gemma4", "closed", "<|channel>thought\n<channel|>Hello.", "", "Hello."),
     ("command_a", None, "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Hello.<|END_RESPONSE|>", "Hm.", "Hello."),
     ("command_a", None, "<|END_THINKING|><|START_RESPONSE|>Hello.<|END_RESPONSE|>", "", "Hello."),
     ("qwen3", "closed", "</think>\n\nHello.", "", "Hello."),
@@ -81,6 +87,8 @@ UNCLOSED = [
     ("qwen3", "qwen3_coder", "open", "Hm <tool_call>\n<tool_call>\n<func", "Hm <tool_call>\n<tool_call>\n<func", ""),
     ("mistral", "mistral", None, '[THINK]Hm.[TOOL_CALLS][{"name": "now", "arguments": {}}]', "Hm.", ""),
     ("mistral", "mistral", None, "[THINK]Hm.\n[TOOL_CALLS]now[ARGS]{}", "Hm.", ""),
+    ("gemma4", "gemma4", None, "<|channel>thought\nHm.<|tool_call>call:now{}<tool_call|>", "Hm.", ""),
+    ("gemma4", "gemma4", "open", "Hm.\n<|tool_call>call:now{}<tool_call|><channel|>", "Hm.", ""),
 ]  # fmt: skip
 
 
@@ -113,6 +121,7 @@ def test_every_format_of_ours_lmdeploy_and_vllm_has_a_name() -> None:
         ("<|extra_4|> <|extra_0|> <think>", "hunyuan"),
         ("<think> <response>", "ernie45"),
         ("[THINK]", "mistral"),
+        ("<|channel>thought\n<channel|>", "gemma4"),
         ("<think> <tool_call> <arg_key>", "glm45"),
         ("{{ messages }}", None),
     ],

@@ -48,6 +48,8 @@ WRAPPED = (
     '<｜DSML｜invoke name="weather"><｜DSML｜parameter name="%s" string="%s">%s</｜DSML｜parameter></｜DSML｜invoke>'
 )
 COHERE = '{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Paris", "days": 2}}'
+GB, GE = "<|tool_call>", "<tool_call|>"
+GEMMA = 'call:weather{city:<|"|>Paris<|"|>,days:2}'
 HEAD = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
 
 TAGGED = {  # how each writes calls with this one value
@@ -198,6 +200,31 @@ CASES: list[Case] = [
      "I look.", [PARIS]),
     ("gpt_oss", ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris", "days": 2}<|call|>', "", [PARIS]),
     ("gpt_oss", f"{HEAD}{{", f"{HEAD}{{", []),
+    ("gemma4", f"{GB}{GEMMA}{GE}", "", [PARIS]),
+    ("gemma4", f"Let me see.\n{GB}{GEMMA}{GE}{GB}call:now{{}}{GE}\n", "Let me see.", [PARIS, NOW]),
+    ("gemma4", f"{GB}{GEMMA}{GE} a {GB}call:mcp__clock.now-2{{}}{GE} b", "a b",
+     [PARIS, ("mcp__clock.now-2", {})]),
+    ("gemma4", GB + 'call:now{a:{b:[1,-2.5e3,true,false,null,<|"|>x<|"|>,{}],c:{d:[]}},e:[[1],[{f:<|"|><|"|>}]]}' + GE, "",
+     [("now", {"a": {"b": [1, -2500.0, True, False, None, "x", {}], "c": {"d": []}}, "e": [[1], [{"f": ""}]]})]),
+    ("gemma4", GB + 'call:weather{city:<|"|>a "b" {c}: [d],\n<tool_call|> \\n<|\'é\\<|"|>,exact:true}' + GE + "c", "c",
+     [("weather", {"city": 'a "b" {c}: [d],\n<tool_call|> \\n<|\'é\\', "exact": True})]),
+    ("gemma4", GB + 'call:weather{<|"|>city<|"|>: <|"|>Paris<|"|>, "days": 2,\n}' + GE, "", [PARIS]),
+    ("gemma4", f'{GB}call:weather{{"city": "<tool_call|>\\"<|\\"|>", "days": 2}}{GE}', "",
+     [("weather", {"city": '<tool_call|>"<|"|>', "days": 2})]),
+    ("gemma4", f"{GB}call:weather{{city:New York,days:<|\"|>2<|\"|>,hours:[None, 1],exact:True}}{GE}", "",
+     [("weather", {"city": "New York", "days": 2, "hours": [None, 1], "exact": True})]),
+    *(("gemma4", f"{GB}{head}{{}}{GE}", "", [NOW]) for head in (":now", "now", " call:now ")),
+    ("gemma4", f"{GB}{GEMMA}call:now{{}}{GE}", "", [PARIS, NOW]),
+    ("gemma4", f"{GB}{GEMMA}", "", [PARIS]),
+    ("gemma4", f"{GB}{GEMMA} x{GE}", "x", [PARIS]),
+    ("gemma4", f"{GB}call:weather{{city:http://a b}}{GE}", "", [("weather", {"city": "http://a b"})]),
+    ("gemma4", f'{GB}{GEMMA}{GE}{GB}call:weather{{city:<|"|>Par', f'{GB}call:weather{{city:<|"|>Par', [PARIS]),
+    ("gemma4", f"{GB}{GEMMA}, call:now{{", ", call:now{", [PARIS]),
+    ("gemma4", f'{GB}call:weather{{city:<|"|>Par}}{GE} b', f'{GB}call:weather{{city:<|"|>Par}}{GE} b', []),
+    ("gemma4", f"{GB}call:weather{{city:5\"}}{GE} b {GB}{GEMMA}{GE}", f"{GB}call:weather{{city:5\"}}{GE} b", [PARIS]),
+    *(("gemma4", f"{GB}{body}{GE}", f"{GB}{body}{GE}", []) for body in
+      ("call:rm{}", "call:now", "call:now{", "call:now{a}", "call:now{a:}", "call:now{:1}", "call:now{a:[1}", "{}",
+       "call:now{a:1e999}", 'call:now{a:<|"|>x<|"|>y}')),
     ("gpt_oss", HEAD, HEAD, []),
 ]  # fmt: skip
 
@@ -273,7 +300,7 @@ def test_whatever_the_arguments_are_and_wherever_an_answer_is_cut(
 
 
 SCRAPS = st.lists(
-    st.sampled_from([*MARKS, ONE, LLAMA, CODER, GLM, INVOKE, DSML, '"', "\\", "{", "}", "[", "\n", "é", "text", "weather", DN, KN]),
+    st.sampled_from([*MARKS, ONE, LLAMA, CODER, GLM, INVOKE, DSML, GEMMA, "call:now{a:", '"', "\\", "{", "}", "[", "\n", "é", "text", "weather", DN, KN]),
     max_size=12,
 ).map("".join)  # fmt: skip
 
@@ -285,6 +312,38 @@ def test_scraps_never_fail_and_cutting_never_matters(form: Any, text: str, size:
     calls_of(whole)
     if not (whole.calls or form.harmony or form.drop):
         assert whole.content == text
+
+
+WRITTEN = st.recursive(
+    st.integers() | st.booleans() | st.none() | st.lists(st.sampled_from([*MARKS[:-1], ONE, '"', "\\", "é", "{", "]", ",", ":", "\n", GB, GE]), max_size=4).map("".join),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "name", "b-c.d e"]), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+
+
+def as_gemma_does(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{as_gemma_does(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(as_gemma_does, value)) + "]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
+@given(
+    st.lists(st.dictionaries(st.sampled_from(["city", "b"]), WRITTEN, max_size=2), min_size=1, max_size=3),
+    st.floats(0, 1), st.integers(1, 9),
+)  # fmt: skip
+def test_whatever_the_values_are_and_wherever_an_answer_of_gemma_4_is_cut(
+    arguments: list[Any], cut: float, size: int
+) -> None:
+    arguments = json.loads(json.dumps(arguments).replace('<|\\"|>', ""))  # the one text that none can have
+    text = "".join(f"{GB}call:now{as_gemma_does(x)}{GE}" for x in arguments)
+    assert calls_of(read("gemma4", [text])) == [("now", x) for x in arguments]
+    short = text[: int(cut * len(text))]
+    whole = read("gemma4", [short])
+    found = calls_of(whole)
+    assert found == [("now", x) for x in arguments[: len(found)]]
+    assert read("gemma4", [short[i : i + size] for i in range(0, len(short), size)]) == whole
 
 
 ENDS = [
@@ -359,7 +418,13 @@ DEBRIS = st.lists(st.sampled_from(PYTHON + JSON), max_size=12).map("".join)
 @given(DEBRIS)
 def test_no_reader_fails_on_debris_of_python_and_json(text: str) -> None:
     for form in registry.TOOLS:
-        for body in (text, f"[weather(city={text})]", f'{{"name": "weather", "arguments": {text}}}', f"weather{text}"):
+        for body in (
+            text,
+            f"weather{{city:{text}}}",
+            f"[weather(city={text})]",
+            f'{{"name": "weather", "arguments": {text}}}',
+            f"weather{text}",
+        ):
             form.read(body, FUNCTIONS)
             begin, end = form.marks[0] if form.marks else (HEAD, "")
             calls_of(read(form.name, [begin + body + end]))
@@ -389,6 +454,12 @@ def test_no_reader_fails_on_debris_of_python_and_json(text: str) -> None:
         ("deepseek_v31", DB, " ", DC),
         ("mistral", "[TOOL_CALLS]now", " ", "x"),
         ("minimax_m2", "<minimax:tool_call>", INVOKE, "x"),
+        ("gemma4", GB, GEMMA, GE),
+        ("gemma4", GB, "call:now{a:", GE),
+        ("gemma4", GB + "call:now{a:", "[", GE),
+        ("gemma4", GB, '<|"|>', GE),
+        ("gemma4", GB, '<|"', GE),
+        ("gemma4", GB, "a ", GE),
     ],
 )
 def test_work_does_not_grow_with_the_square_of_an_answer(
@@ -414,6 +485,7 @@ def test_one_call_alone_where_only_one_is_wanted(form: Any) -> None:
         "minimax_m2": f"<minimax:tool_call>{INVOKE}{INVOKE}</minimax:tool_call>",
         "command_r": f"<|START_ACTION|>[{COHERE}, {COHERE}]<|END_ACTION|>", "phi4": f"functools[{ONE}, {ONE}]",
         "granite": f"<tool_call>[{ONE}, {ONE}]", "gpt_oss": f"{HEAD}{{}}<|call|><|start|>assistant{HEAD}{{}}",
+        "gemma4": f"{GB}call:now{{}}{GE}{GB}{GEMMA}{GE}",
     }[form.name]  # fmt: skip
     assert len(read(form.name, [text]).calls) == 2
     assert len(read(form.name, [text], single=True).calls) == 1
@@ -434,7 +506,13 @@ def test_ids() -> None:
 
 @pytest.mark.parametrize(
     ("name", "marks"),
-    [("mistral", ["[CALL_ID]", "[ARGS]"]), ("kimi_k2", [KN]), ("deepseek_v3", [DN]), ("deepseek_v31", [DN])],
+    [
+        ("mistral", ["[CALL_ID]", "[ARGS]"]),
+        ("kimi_k2", [KN]),
+        ("deepseek_v3", [DN]),
+        ("deepseek_v31", [DN]),
+        ("gemma4", ['<|"|>']),
+    ],
 )
 def test_special_tokens_within_a_call_reach_the_parser(name: str, marks: list[str]) -> None:
     """Without [CALL_ID] a call's name and its id would be one word: no function's name."""
@@ -491,6 +569,7 @@ def test_names() -> None:
         ("<|start|>assistant<|channel|>", "gpt_oss"),
         ("List of tools: <|tool_list_start|>[", "pythonic"),
         ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("<|turn>{{ '<|tool_call>call:' + name }}<tool_call|>", "gemma4"),
         ("<|start_of_role|>available_tools <tool_call>arguments", "granite"),
         ("{{ tools }}", None),
     ],

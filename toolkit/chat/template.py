@@ -25,7 +25,14 @@ from toolkit.chat.forged import Apart, told_apart
 from toolkit.chat.messages import PICTURE, Message, normalise, with_arguments_as_text
 from toolkit.chat.refusal import TemplateRefusal
 from toolkit.chat.renderer import Renderer
-from toolkit.chat.tool_text import PLUGIN, PLUGIN_ROLE, spell_for_internlm, spell_out, system_in_user
+from toolkit.chat.tool_text import (
+    PLUGIN,
+    PLUGIN_ROLE,
+    results_beside_calls,
+    spell_for_internlm,
+    spell_out,
+    system_in_user,
+)
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig
 from toolkit.parsers.tools import hermes, internlm
@@ -68,7 +75,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._renderer = _renderer(found, renderer)
         self.parse_special = found.parse_special
-        self.stop_words = list(found.stop_words) or self._turn_end()
+        self.stop_words = list(found.stop_words) or [*self._turn_end(), *self._call_ends()]
         if self._found.spells_tools and self._prints_plugin_turns():
             self.tool_format, self._spell = internlm.FORMAT, spell_for_internlm
 
@@ -243,6 +250,8 @@ class ChatTemplate:
         turns = self._with_pictures(turns, parts=self.picture is not None and self._takes_parts)
         if not self._found.knows_ipython:
             turns = [{**turn, "role": "tool"} if turn["role"] == "ipython" else turn for turn in turns]
+        if "tool_responses" in chosen and "tool_call_id" not in chosen:  # it knows results there alone
+            turns = results_beside_calls(turns)
         try:
             return self._rendered(chosen, turns, values)
         except TemplateRefusal as e:
@@ -340,6 +349,11 @@ class ChatTemplate:
         if not ids or ids[0] not in self._tokenizer.special_ids:
             return []
         return [self._tokenizer.decode(ids[:1], skip_special_tokens=False)]
+
+    def _call_ends(self) -> list[str]:
+        """The special tokens that end an answer with calls, where another one ends answers without."""
+        stops = self.tool_format.stops if self.tool_format is not None else ()
+        return [stop for stop in stops if self._tokenizer.token_id(stop) in self._tokenizer.special_ids]
 
 
 def _plain(text: str) -> Written:

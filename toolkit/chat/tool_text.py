@@ -69,6 +69,28 @@ def spell_for_internlm(turns: list[Message], tools: list[dict[str, Any]] | None)
     return told
 
 
+def results_beside_calls(turns: list[Message]) -> list[Message]:
+    """As Gemma 4's first templates want it: a turn with calls has their results too (``tool_responses``), and the
+    answer that follows. What was said before the calls is a turn of its own, for they come first in theirs."""
+    told: list[Message] = []
+    names: dict[Any, str] = {}  # of the calls whose results are due, by their ids
+    for turn in turns:
+        last = told[-1] if told else {}
+        if turn["role"] in TOOL_ROLES and "tool_responses" in last:
+            name = names.get(turn.get("tool_call_id")) or turn.get("name") or "unknown"
+            last["tool_responses"].append({"name": name, "response": _object(turn["content"])})
+        elif turn.get("tool_calls"):
+            if turn["content"]:
+                told.append({"role": turn["role"], "content": turn["content"]})
+            told.append({**turn, "content": "", "tool_responses": []})
+            names = {call.get("id"): call["function"]["name"] for call in turn["tool_calls"]}
+        elif turn["role"] == "assistant" and last.get("tool_responses") and not last["content"]:
+            told[-1] = {**last, "content": turn["content"]}
+        else:
+            told.append(turn)
+    return told
+
+
 def system_in_user(turns: list[Message]) -> list[Message]:
     """For templates that refuse system messages: that text before the first user's."""
     system, asked, *rest = turns
@@ -81,6 +103,15 @@ def _say(told: list[Message], role: str, text: str) -> None:
         told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{text}"}
     else:
         told.append({"role": role, "content": text})
+
+
+def _object(text: str) -> Any:
+    """The JSON object that ``text`` is, else itself."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
 
 
 def _dumps(function: dict[str, Any]) -> str:

@@ -39,9 +39,10 @@ class ToolFormat:
     between them, none where it is anything else; ``parts``: the calls in such a body after all, in the order of what
     else it has (an answer cut short, words between calls). ``bare``: whether an answer with this beginning may be calls
     without marks (None: not yet clear). ``drop``: marks around several calls; ``inner``: those between the parts of a
-    call. ``quoted``: in JSON strings an end mark is none, nor is it between ``value``, marks around an argument.
-    ``unclosed``: calls can be told to be whole without their end mark. ``signs``: what the chat templates of such
-    models have, all of one row. ``thought_ends``: marks that such models may begin an answer with, thoughts or not.
+    call. ``quoted``: in JSON strings an end mark is none, nor is it between ``value``, marks around an argument, or in
+    a text that ``text`` marks at both ends, nothing escaped. ``unclosed``: calls can be told to be whole without their
+    end mark. ``signs``: what the chat templates of such models have, all of one row. ``thought_ends``: marks that such
+    models may begin an answer with, thoughts or not. ``stops``: special tokens that end an answer behind its calls.
     """
 
     name: str
@@ -56,15 +57,19 @@ class ToolFormat:
     inner: tuple[str, ...] = ()
     quoted: bool = True
     value: tuple[str, str] | None = None
+    text: str = ""
     unclosed: bool = True
     short_ids: bool = False
     thought_ends: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
     harmony: bool = False
 
     @property
     def visible(self) -> tuple[str, ...]:
         """Marks that have to be shown where they are special tokens."""
-        return (*(mark for pair in self.marks for mark in pair if mark), *self.drop, *self.inner)
+        return tuple(
+            mark for mark in (*(m for pair in self.marks for m in pair), *self.drop, *self.inner, self.text) if mark
+        )
 
 
 @dataclass(frozen=True)

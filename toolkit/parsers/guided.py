@@ -50,13 +50,17 @@ class Guided:
 
     def _text(self) -> list[Piece]:
         match = self._any.search(self._held)
-        if match is None:
-            shown = self._held[: len(self._held) - unfinished(self._held, self._first)]
+        if match is None or self._goes_on(self._held[match.start() :]):
+            shown = self._held[: match.start() if match else len(self._held) - unfinished(self._held, self._first)]
             self._held = self._held[len(shown) :]
             return self._words.say(shown)
         said = self._words.say(self._held[: match.start()])
         self._held = self._held[match.end() :]
         return [*said, self._begin(self._first[match.group()])]
+
+    def _goes_on(self, begun: str) -> bool:
+        """Whether it may be the beginning of a longer one: a name may begin with another."""
+        return any(begin != begun and begin.startswith(begun) for begin in self._first)
 
     def _begin(self, name: str) -> Piece:
         self._state, self._depth, self._inside = "arguments", 0, False

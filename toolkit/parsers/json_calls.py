@@ -75,6 +75,12 @@ def object_at(text: str, at: int = 0) -> tuple[str | None, int]:
     return as_arguments(value), at
 
 
+def text_at(text: str, at: int) -> tuple[str, int]:
+    """The JSON string that begins at ``at``, and where it ends. Raises ValueError where there is none."""
+    value, end = _DECODER.raw_decode(text, at)
+    return str(value), end
+
+
 def one_call(whole: re.Pattern[str]) -> Callable[[str, Functions], list[Call]]:
     """Reads a text that is one call: all of it matches ``whole``, whose groups are ``name``, ``arguments`` (JSON) and,
     where the model gives one, ``id``."""

@@ -27,6 +27,7 @@ class Marked:
         self._begin: str | None = None  # of the call whose body is being held
         self._seen = 0  # characters of the body in which its end was looked for
         self._inside = False  # a string of the body
+        self._quote = ""  # that begins this string, where there are two kinds
         self._lenient = False  # at the end of the answer: the first end mark counts, inside a string too
         self._plain = form.bare is None  # or the answer turned out to be no call without marks
         self._calls = 0
@@ -66,7 +67,7 @@ class Marked:
                 pieces += self._words.say(self._held[: match.start()])
                 self._held = self._held[match.end() :]
                 if match.group() in self._ends:
-                    self._begin, self._seen, self._inside = match.group(), 0, False
+                    self._begin, self._seen, self._inside, self._quote = match.group(), 0, False, ""
             elif (end := self._find_end()) < 0:
                 return pieces
             else:
@@ -79,6 +80,8 @@ class Marked:
         end = self._ends[self._begin] or self._begin
         if self._form.value and not self._lenient:
             return self._find_end_outside_values(end, *self._form.value)
+        if self._form.text and not self._lenient:
+            return self._find_end_outside_texts(end, self._form.text)
         if self._form.quoted and not self._lenient:
             seen = self._seen
             for match in re.compile(r'\\.|"|' + re.escape(end), re.DOTALL).finditer(self._held, self._seen):
@@ -103,6 +106,25 @@ class Marked:
             elif not self._inside:
                 return match.start()
         self._seen = max(seen, len(self._held) - max(map(len, marks)))
+        return -1
+
+    def _find_end_outside_texts(self, end: str, mark: str) -> int:
+        """Of strings in JSON's quotes and of such between ``mark``, of which each may have the other's."""
+        outside = re.compile("|".join(map(re.escape, (mark, end, '"'))))
+        inside = {mark: re.compile(re.escape(mark)), '"': re.compile(r'\\.|"', re.DOTALL)}
+        seen = self._seen
+        while match := inside.get(self._quote, outside).search(self._held, seen):
+            found = match.group()
+            rest = len(self._held) - unfinished(self._held, (mark,))
+            if not self._quote and found != end and rest <= match.start():  # a quote that may be part of the mark
+                seen = rest
+                break
+            seen = match.end()
+            if found == end:
+                return match.start()
+            if len(found) != 2:  # nothing escaped
+                self._quote = "" if self._quote else found
+        self._seen = max(seen, len(self._held) - max(len(mark), len(end)))
         return -1
 
     def _close(self, at: int) -> list[Piece]:

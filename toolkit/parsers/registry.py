@@ -19,6 +19,7 @@ from toolkit.parsers.tools import (
     deepseek_v3,
     deepseek_v31,
     deepseek_v32,
+    gemma4,
     glm45,
     gpt_oss,
     granite,
@@ -41,6 +42,7 @@ TOOLS = tuple(
     for module in (
         gpt_oss,
         kimi_k2,
+        gemma4,
         deepseek_v32,
         deepseek_v3,
         deepseek_v31,

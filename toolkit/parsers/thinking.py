@@ -15,6 +15,14 @@ FORMATS = (
         "gpt_oss", (), (), (("<|channel|>", "<|start|>"),), aliases=("openai_gptoss", "harmony", "openai"), harmony=True
     ),
     ReasoningFormat(
+        "gemma4",
+        ("<|channel>thought",),
+        ("<channel|>",),
+        (("<|channel>", "<channel|>"),),
+        breaks=("<|tool_call>",),
+        drop=("<|channel>thought\n<channel|>", "<channel|>"),  # the larger ones may end an answer with either
+    ),
+    ReasoningFormat(
         "mistral",
         ("[THINK]",),
         ("[/THINK]",),

@@ -111,7 +111,7 @@ def read_call(name: str, body: str, parameter: Element, functions: Functions) ->
     values = _values(body, parameter, keys) if known(name, functions) else None
     if values is None:
         return None
-    given = {key: _typed(value, told, keys.get(key)) for key, (value, told) in values.items()}
+    given = {key: typed(value, told, keys.get(key)) for key, (value, told) in values.items()}
     arguments = as_arguments(_unwrapped(given, keys))
     return None if arguments is None else Call(name, arguments)
 
@@ -161,7 +161,7 @@ def _ended(
         yield head, value
 
 
-def _typed(text: str, told: str | None, schema: Any) -> Any:
+def typed(text: str, told: str | None, schema: Any) -> Any:
     """``text`` as the value that its parameter's ``schema`` asks for; itself where it is no such value."""
     wanted = _types(schema)
     if wanted == {str} or (told == "true" and (not wanted or str in wanted)):
