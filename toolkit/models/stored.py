@@ -122,10 +122,8 @@ def stored_tensors(
         found += [_whole(name, rename, "vector", shape) for name, shape in shapes.items()]
         first = spec.encoder.norm
         found += [_norm(first, rename)] if first is not None and first.weight else []
-    if (table := spec.per_layer) is not None:
-        found.append(_whole(table.embed, rename, "router", (table.rows, table.columns)))
-        found.append(_whole(table.projection.name, rename, "router", (table.columns, spec.hidden_size)))
-        found.append(_norm(table.norm, rename))
+    found += [_whole(name, rename, "router", shape) for name, shape in spec.tables().items()]
+    found += [] if spec.per_layer is None else [_norm(spec.per_layer.norm, rename)]
     for i, layer in enumerate(spec.layers):
         prefix = f"model.layers.{i}."
         modules = [_norm(n, rename) for n in layer.norms() if n.weight]
