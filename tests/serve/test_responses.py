@@ -165,7 +165,7 @@ def test_tools_of_namespaces_count(start: Any) -> None:
     with pytest.raises(openai.BadRequestError, match=r"tools: found 3 tools, expected at most 2 .*--max-tools"):
         ask(server, "x", tools=[{"type": "namespace", "name": "n", "tools": tools}])
     first = ask(server, "x")
-    with pytest.raises(openai.BadRequestError, match=r"messages: found 4 messages, .*--max-messages"):
+    with pytest.raises(openai.BadRequestError, match=r"input: found 4 messages, .*--max-messages"):
         ask(server, [{"role": "user", "content": "x"}] * 2, previous_response_id=first.id)
 
 
@@ -338,6 +338,19 @@ def test_choices_and_formats(server: Any) -> None:
 def test_refusals(server: Any, fields: dict[str, Any], says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says):
         ask(server, "x", **fields)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wrong_with_the_input_is_told_of_it(server: Any, stream: bool) -> None:
+    """Not of the messages that it becomes, which have other numbers."""
+    picture = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
+    for wrong, says in ((picture, "input: this model reads text alone"), ("x" * 5000, "input: found ")):
+        with pytest.raises(openai.BadRequestError, match=says) as told:
+            ask(server, wrong, stream=stream)
+        assert told.value.param == "input" and "messages" not in told.value.message
+    with pytest.raises(openai.BadRequestError, match="input: ") as told:
+        client(server).responses.input_tokens.count(model="echo", input=picture)
+    assert told.value.param == "input"
 
 
 def test_numbers_of_any_size_come_back(server: Any) -> None:

@@ -40,7 +40,7 @@ def _event(data: dict[str, Any]) -> bytes:
     return named_event(data)
 
 
-WIRE = Wire(_event, ApiError.envelope, ping=COMMENT)
+WIRE = Wire(_event, ApiError.responses, ping=COMMENT)
 
 
 @router.post(
