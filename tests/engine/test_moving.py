@@ -548,7 +548,7 @@ def test_a_source_that_the_engine_takes_late_can_be_dropped(monkeypatch: pytest.
 
     facts = SimpleNamespace(in_common={"model": "x"})
     peers = Peers(TurbomindEngineConfig(role="Decode"), SimpleNamespace(call=call), lambda: facts)  # type: ignore
-    with pytest.raises(ToolkitError, match="has not answered for 0.01 s; ask again"):
+    with pytest.raises(ToolkitError, match=r"has not answered for 0\.01 s; ask again"):
         peers.connect("0" * 32, "", False, {"model": "x"})
     peers.drop("0" * 32)
     assert called == ["use_source", "drop_source"]
