@@ -122,8 +122,10 @@ def stored_tensors(
         found += [_whole(name, rename, "vector", shape) for name, shape in shapes.items()]
         first = spec.encoder.norm
         found += [_norm(first, rename)] if first is not None and first.weight else []
-    found += [_whole(name, rename, "router", shape) for name, shape in spec.tables().items()]
-    found += [] if spec.per_layer is None else [_norm(spec.per_layer.norm, rename)]
+    if (table := spec.per_layer) is not None:
+        tables = spec.tables().items()
+        found += [_whole(name, rename, "embed" if name == table.embed else "router", size) for name, size in tables]
+        found.append(_norm(table.norm, rename))
     for i, layer in enumerate(spec.layers):
         prefix = f"model.layers.{i}."
         modules = [_norm(n, rename) for n in layer.norms() if n.weight]

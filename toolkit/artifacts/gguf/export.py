@@ -226,7 +226,8 @@ def plan_export(
         TOOL_KEY: __version__,
         "general.file_type": mixture.file_type if mixture else _file_type(pieces),
     }
-    words, lost = vocabulary(checkpoint.tokenizer_dir, spec.vocab_size, checkpoint.config, checkpoint.generation_config)
+    configs = checkpoint.config, checkpoint.generation_config
+    words, lost = vocabulary(checkpoint.tokenizer_dir, spec.vocab_size, *configs, model.gguf.words)
     notes += lost
     metadata = {**general, **model.values, **words}
     folded = {name: torch.as_tensor(times, dtype=torch.float32) for name, times in model.folded.items()}

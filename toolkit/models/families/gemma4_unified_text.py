@@ -23,6 +23,6 @@ FAMILY = Family(
     ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
     build,
     (Tiny(SIZES | dict(attention_k_eq_v=True, num_global_key_value_heads=1)),),
-    "gguf: not yet",
+    gemma4_text.GGUF,
     spellings=WITHIN,
 )
