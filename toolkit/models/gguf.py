@@ -134,10 +134,10 @@ class Gguf:
     the architecture does not compute. ``scale``: of queries, where it is not 1/sqrt(head_dim) and no key states it;
     None: a key does. ``differs``: what llama.cpp does otherwise than the model, so that the file is another one there.
     ``mtp_apart``: checkpoints have the layer for multi-token prediction under names of its own, not behind the others.
-    ``varied``: layers may have other widths and numbers of heads, which are stated one by one. ``stacks``: of tensors
-    that are read and not written, which matrices of each expert stand in them, one below the other. ``idle``: tensors
-    that a file may have of layers that do not read them. ``words``: the kind of a tokenizer that the architecture has
-    alone.
+    ``varied``: layers may have other widths and numbers of heads, which are stated one by one. ``stacks``: which
+    matrices of each expert stand in a tensor one below the other; files that have them apart are read too. ``idle``:
+    tensors that a file may have of layers that do not read them. ``words``: the kind of a tokenizer that the
+    architecture has alone.
     """
 
     arch: str

@@ -17,7 +17,7 @@ from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, assemble, attention, experts, gated_mlp, rms_norm
 from toolkit.models.families.gemma2 import softcap
 from toolkit.models.family import WITHIN, Family, Tiny
-from toolkit.models.gguf import BLOCK, QK_NORMS, TOP, Gguf, Metadata, with_experts
+from toolkit.models.gguf import BLOCK, EXPERT_BLOCK, QK_NORMS, TOP, Gguf, Metadata
 from toolkit.models.gguf import SANDWICH_NORMS as GGUF_NORMS
 from toolkit.models.spec import (
     Activation,
@@ -270,9 +270,7 @@ NAMES = {
     "post_norm": "post_per_layer_input_norm",
 }
 BESIDE = {
-    "ffn_gate": "mlp.shared_expert.gate_proj",
-    "ffn_up": "mlp.shared_expert.up_proj",
-    "ffn_down": "mlp.shared_expert.down_proj",
+    **EXPERT_BLOCK,
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
@@ -303,7 +301,7 @@ GGUF = Gguf(
 )
 WITH_EXPERTS = replace(
     GGUF,
-    names=with_experts(NAMES, BESIDE),
+    names=NAMES | BESIDE,
     numbers={"top_k_experts": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"},
     fits=lambda spec: bool(spec.mixtures()),
 )
