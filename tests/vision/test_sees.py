@@ -120,7 +120,7 @@ class Seeing:
         nested = [images] if "batch_num_images" in processor.model_input_names and len(images) > 1 else images
         nested = [images] if recipe.kind in ("split", "canvas") else nested
         found = dict(processor(images=nested, return_tensors="pt", **extra))
-        for name in ("num_patches", "rows", "cols", "num_crops", "num_tiles"):
+        for name in ("num_patches", "rows", "cols", "num_crops", "num_tiles", "num_soft_tokens_per_image"):
             found.pop(name, None)
         return found
 
@@ -130,11 +130,11 @@ class Seeing:
         if self.stand_in is not None:
             return self.stand_in.logits(ids, inputs["files"])
         config = self.model.config
-        if "image_grid_thw" in inputs:
+        if "image_grid_thw" in inputs or "image_position_ids" in inputs:
             inputs = {**inputs, "mm_token_type_ids": (torch.tensor([ids]) == config.image_token_id).int()}
         if self.spec.vision.crossed:
             inputs = {**inputs, "cross_attention_mask": self._looks(ids, inputs["aspect_ratio_mask"])}
-        if self.spec.vision.mutual:
+        if self.spec.vision.mutual and "image_position_ids" not in inputs:
             inputs = {**inputs, "token_type_ids": (torch.tensor([ids]) == config.image_token_id).int()}
         with torch.inference_mode():
             return self.model(input_ids=torch.tensor([ids]), use_cache=False, **inputs).logits[0].numpy()

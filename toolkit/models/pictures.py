@@ -28,7 +28,8 @@ class Recipe:
     into tiles of ``size``, and the whole), "tiles" (the grid of ``least`` to ``most`` tiles nearest in ratio, and the
     whole behind them), "split" (the long side to ``long``, cut into tiles of ``size``, and the whole behind), "fit"
     (the long side to at most ``long``, both to multiples of ``unit``), "area" (both to multiples of ``unit``, ``least``
-    to ``most`` pixels in all; one with a side below ``short`` is enlarged first), "lined" (the long side as many tiles
+    to ``most`` pixels in all; one with a side below ``short`` is enlarged first), "fill" (as large as ``most`` pixels
+    and multiples of ``unit`` let both be, about in its own ratio), "lined" (the long side as many tiles
     as there can be of ``most``, white up to whole ones, and the whole of that before; ``below``: white behind alone,
     and no more tiles than it has by itself), "slices" (the grid of up to ``most`` slices nearest in ratio, all in their
     own ratio and of about ``size`` pixels, and so the whole before), "framed" (as "anyres", in the mean colour where it
@@ -67,6 +68,7 @@ class Recipe:
         "split",
         "fit",
         "area",
+        "fill",
         "lined",
         "slices",
         "framed",
@@ -137,7 +139,7 @@ class Picture:
 
 def most_patches(recipe: Recipe, merge: int) -> int:
     """That a tower reads of one picture at most, whatever is asked for, ``merge`` × ``merge`` of them a token."""
-    if recipe.kind in ("fit", "area"):
+    if recipe.kind in ("fit", "area", "fill"):
         tokens = (recipe.long // recipe.unit) ** 2 if recipe.kind == "fit" else recipe.most // recipe.unit**2
         return max(tokens, 1) * merge**2
     tile = recipe.size[0] * recipe.size[1]

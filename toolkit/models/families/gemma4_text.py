@@ -193,7 +193,7 @@ SIZES = dict(
 FAMILY = Family(
     "gemma4_text",
     "Gemma 4 E2B, E4B, 26B-A4B, 31B (text)",
-    ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+    ("Gemma4ForCausalLM",),
     build,
     (
         Tiny(SIZES | dict(num_hidden_layers=6, layer_types=[SLIDES, FULL] * 3, num_kv_shared_layers=3,
