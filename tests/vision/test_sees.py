@@ -262,7 +262,7 @@ def test_artifacts_see_the_same(seeing: Seeing, tmp_path: Path) -> None:
         core = opened(tmp_path / target, backend)
         found = run(core, request("a", ids, pictures, logits="all"))["a"]
         assert found[0] == expected[0]
-        loose = 0.0 if target == "cpu" else 1e-5  # torch's products depend on where their operands lie
+        loose = 0.0 if target == "cpu" else 3e-5  # torch's products depend on where their operands lie
         np.testing.assert_allclose(np.concatenate(found[1]), np.concatenate(expected[1]), rtol=loose, atol=loose)
         facts = dict(inspect(tmp_path / target).facts)
         patch = seeing.spec.vision.tower.patch
@@ -396,7 +396,7 @@ def test_quantizing_leaves_the_tower_as_it_is(family: str, tiny_models: Any, tmp
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="no native library")
 @pytest.mark.parametrize(
     "family, shape",
-    [("gemma3", 0), ("qwen3_vl", 0), ("mllama", 0), ("cogvlm", 0), ("internlmxcomposer2", 2), ("internvl_chat", 2)],
+    [("gemma3", 0), ("gemma4", 0), ("gemma4", 1), ("qwen3_vl", 0), ("mllama", 0), ("cogvlm", 0), ("internlmxcomposer2", 2), ("internvl_chat", 2)],
 )
 def test_bits_do_not_depend_on_how_pictures_come(
     family: str, shape: int, tiny_models: Any, support: Any, tmp_path: Path
