@@ -396,7 +396,16 @@ def test_quantizing_leaves_the_tower_as_it_is(family: str, tiny_models: Any, tmp
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="no native library")
 @pytest.mark.parametrize(
     "family, shape",
-    [("gemma3", 0), ("gemma4", 0), ("gemma4", 1), ("qwen3_vl", 0), ("mllama", 0), ("cogvlm", 0), ("internlmxcomposer2", 2), ("internvl_chat", 2)],
+    [
+        ("gemma3", 0),
+        ("gemma4", 0),
+        ("gemma4", 1),
+        ("qwen3_vl", 0),
+        ("mllama", 0),
+        ("cogvlm", 0),
+        ("internlmxcomposer2", 2),
+        ("internvl_chat", 2),
+    ],
 )
 def test_bits_do_not_depend_on_how_pictures_come(
     family: str, shape: int, tiny_models: Any, support: Any, tmp_path: Path

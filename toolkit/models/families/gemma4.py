@@ -152,10 +152,14 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
 def _check_tokens(config: Fields, preprocessor: Fields, tokens: int) -> None:
     vision = config.inner("vision_config")
     if _mutual(config) and tokens > (most := tokens_of(config)):
-        which = "vision_config.default_output_length of config.json: the engine has room for so many that see each other"
+        which = (
+            "vision_config.default_output_length of config.json: the engine has room for so many that see each other"
+        )
         preprocessor.fail("max_soft_tokens", tokens, f"at most {most}, {which}")
     if tokens * _pooled(vision) > (places := vision.integer("position_embedding_size", default=10_240)):
-        preprocessor.fail("max_soft_tokens", tokens, f"at most {places // _pooled(vision)}: the tower has {places} places")
+        preprocessor.fail(
+            "max_soft_tokens", tokens, f"at most {places // _pooled(vision)}: the tower has {places} places"
+        )
 
 
 def video(config: Fields, preprocessor: Fields, recipe: Recipe) -> Video:
@@ -192,9 +196,6 @@ VISION = dict(
     position_embedding_size=256,
     rms_norm_eps=0.01,
 )
-SOUND = dict(
-    hidden_size=32, num_hidden_layers=1, num_attention_heads=2, subsampling_conv_channels=[4, 2], output_proj_dims=32
-)
 TOKEN_IDS = dict(image_token_id=5, boi_token_id=6, eoi_token_id=7)
 SMALL = dict(num_kv_shared_layers=2, use_double_wide_mlp=True, hidden_size_per_layer_input=32, sliding_window=16)
 LARGE = dict(
@@ -208,8 +209,8 @@ LARGE = dict(
 PREPROCESSOR = dict(image_processor_type="Gemma4ImageProcessor", patch_size=7, max_soft_tokens=70)
 
 
-def _tiny(text: dict[str, Any], vision: dict[str, Any], **more: Any) -> Tiny:
-    fields = dict(text_config=TEXT | text, vision_config=VISION | vision, **TOKEN_IDS, **more)
+def _tiny(text: dict[str, Any], vision: dict[str, Any]) -> Tiny:
+    fields = dict(text_config=TEXT | text, vision_config=VISION | vision, **TOKEN_IDS)
     return Tiny(fields, preprocessor=PREPROCESSOR, tokens=("<|image|>", "<|image>", "<image|>"))
 
 
@@ -219,7 +220,7 @@ FAMILY = Family(
     ("Gemma4ForConditionalGeneration",),
     build,
     (
-        _tiny(SMALL, dict(use_clipped_linears=True), audio_config=SOUND),
+        _tiny(SMALL, dict(use_clipped_linears=True)),
         _tiny(LARGE, dict(standardize=True, default_output_length=70)),
     ),
     "gguf: not yet",
