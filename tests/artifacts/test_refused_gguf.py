@@ -276,6 +276,25 @@ def test_a_text_model_opens_beside_what_another_sees_with(
         open_checkpoint(tmp_path / "text.gguf")
 
 
+def test_a_broken_file_beside_several_models_is_none_of_theirs(
+    tiny_models: Any, seeing: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One model's alone it is, or one's whose name it has: those are refused."""
+    rewrite(str(tiny_models("llama")), tmp_path / "text.gguf", to="gguf", gguf_type="f32")
+    broken = tmp_path / "mmproj-broken.gguf"
+    broken.write_bytes((seeing["llava"] / "mmproj-m.gguf").read_bytes()[:5000])
+    with pytest.raises(ToolkitError, match=r"mmproj-broken\.gguf"):
+        open_checkpoint(tmp_path / "text.gguf")
+    shutil.copy(seeing["llava"] / "m.gguf", tmp_path / "m.gguf")
+    shutil.copy(seeing["llava"] / "mmproj-m.gguf", tmp_path / "mmproj-m.gguf")
+    assert load_spec(open_checkpoint(tmp_path / "m.gguf"))[0].vision is not None
+    assert load_spec(open_checkpoint(tmp_path / "text.gguf"))[0].vision is None
+    assert f"text.gguf is read without a file beside it: {broken}: " in caplog.text
+    broken.rename(tmp_path / "mmproj-text.gguf")
+    with pytest.raises(ToolkitError, match=r"mmproj-text\.gguf"):
+        open_checkpoint(tmp_path / "text.gguf")
+
+
 def test_what_is_beside_a_model_under_another_name_is_found(seeing: dict[str, Path], tmp_path: Path) -> None:
     shutil.copy(seeing["llava"] / "m.gguf", tmp_path / "m-q8.gguf")
     shutil.copy(seeing["llava"] / "mmproj-m.gguf", tmp_path / "mmproj-m-f32.gguf")

@@ -175,6 +175,25 @@ def test_a_killed_run_does_not_go_on_with_another_pooling(tmp_path: Path, suppor
         assert done.returncode == 2 and ("line 1 is not what" in done.stderr) == changed, done.stderr
 
 
+@pytest.mark.parametrize("named", ["chatml", "own.jinja"])
+def test_a_run_does_not_go_on_with_another_chat_template(named: str, tmp_path: Path, support: Any) -> None:
+    """Its answers would be to two kinds of prompts; a file that has changed is another one too."""
+    source, target, own = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "own.jinja"
+    source.write_text('{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {}}\n')
+    own.write_text("{{ messages }}")
+    template = str(own) if named == own.name else named
+    files = run.open_files(source, target, Filling(), "such", Limits(), chat_template=template)
+    files.results.write(answered(1, digest_of(next(iter(files.source)), files.salt), "a", 200, "r", b"{}"))
+    files.close()
+    same = ["batch", source, target, "--model", "/no/such"]
+    done = support("command").tool(*same, "--chat-template", template)
+    assert done.returncode == 0, done.stderr
+    own.write_text("{{ messages[0] }}")
+    for other in ([], ["--chat-template", "base"], ["--chat-template", own]):
+        done = support("command").tool(*same, *other)
+        assert done.returncode == 2 and "line 1 is not what" in done.stderr, done.stderr
+
+
 def test_answers_whose_table_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyarrow")
     (source := tmp_path / "in.jsonl").write_text("")

@@ -535,6 +535,25 @@ def test_a_source_that_could_not_be_dropped_is_dropped_when_it_is_asked_again() 
     assert called == ["use_source", "drop_source"]
 
 
+def test_a_source_that_the_engine_takes_late_can_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.engine.process.peers.WAIT_SECONDS", 0.01)
+    called: list[str] = []
+
+    def call(name: str, arguments: list[Any]) -> Future[None]:
+        called.append(name)
+        done = Future[None]()
+        if name == "drop_source":
+            done.set_result(None)
+        return done  # the engine is in a step
+
+    facts = SimpleNamespace(in_common={"model": "x"})
+    peers = Peers(TurbomindEngineConfig(role="Decode"), SimpleNamespace(call=call), lambda: facts)  # type: ignore
+    with pytest.raises(ToolkitError, match=r"has not answered for 0\.01 s; ask again"):
+        peers.connect("0" * 32, "", False, {"model": "x"})
+    peers.drop("0" * 32)
+    assert called == ["use_source", "drop_source"]
+
+
 def test_engines_without_a_way_to_each_other_say_so(fake: Any) -> None:
     core = fake.make_core(moving=hand(lends=False, secret=None, backends=("shm", "tcp")))
     with pytest.raises(ToolkitError, match="not in this machine's memory, and no kv_transfer_key is given here"):

@@ -293,7 +293,7 @@ def test_gguf_and_back(family: str, tiny_models: Any, support: Any, tmp_path: Pa
         assert arch is not None or found.arch in LATER
         allowed = {TENSOR_NAMES[t].replace("{bid}", "0") for t in MODEL_TENSORS[arch]} if arch is not None else None
         names = {re.sub(r"^blk\.\d+", "blk.0", tensor.name) for tensor in GGUFReader(file).tensors}
-        stems = {name.removesuffix(".weight").removesuffix(".bias") for name in names}
+        stems = {re.sub(r"\.(weight|bias|scale)$", "", name) for name in names}
         assert allowed is None or {stem for stem in stems if not stem.startswith("rope_")} <= allowed
         if any("no sliding window" in note or "no place" in note for note in notes):
             continue

@@ -66,7 +66,7 @@ def test_stored_parts_cover_every_parameter_once(tiny_models, family):
     stored = [s for s in stored if not s.parts[0].name.startswith(PREFIX)]  # towers are not of the decoder
     parts = [p.name for s in stored for p in s.parts]
     wanted = [x.name for x in spec.linears()] + [spec.embed] + ([] if spec.tied else [spec.head])
-    wanted += [] if spec.per_layer is None else [spec.per_layer.embed, spec.per_layer.projection.name]
+    wanted += spec.tables()
     biases = {f"{x.name}.bias" for x in [*spec.linears(), *spec.norms()]} | {f"{spec.head}.bias"}
     assert sorted(parts) == sorted([*wanted, *(name for name in spec.vectors() if name not in biases)])
     sizes = {x.name: (x.out_features, x.in_features) for x in spec.linears()}

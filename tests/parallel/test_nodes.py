@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,21 @@ def test_a_stranger_is_no_hindrance(door: Door, port: int, tiny_models: Any, mon
         two.sendall(b"\x00\x00\x00\x05hello")
         with pytest.raises(ToolkitError, match="not come to"):
             door.collect(2, about(Path(told.path), told, LAYOUT))
+
+
+def test_however_many_say_nothing_others_are_heard(
+    door: Door, port: int, second: Any, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COME_SECONDS", 60.0)
+    monkeypatch.setattr(module, "GREET_SECONDS", 50.0)
+    told = model(tiny_models("llama"))
+    with ExitStack() as silent:
+        for _ in range(5):
+            silent.enter_context(socket.create_connection(("127.0.0.1", port)))
+        other = second(told)
+        with pytest.raises(ToolkitError, match=r"rank 1 at 127\.0\.0\.1: it has another version"):
+            door.collect(2, about(Path(told.path), told, LAYOUT) | {"version": "0.0"})
+    assert "another version" in other.end()
 
 
 def test_one_whose_bytes_come_one_by_one_is_turned_away(

@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +50,22 @@ def test_layers_that_need_one_another_are_not_spread(
         f"--ray: {name} takes what each layer gives to the next; expected calibrate, blocked_fp8, mxfp4, or auto_awq, "
         "auto_gptq or smooth_quant with --calibration DIR"
     )
+
+
+def test_a_machine_without_the_native_library(
+    tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which trellis codes need; here it is looked for before anything else, there it is met."""
+    from toolkit.quant import cluster
+    from toolkit.runners.native import library
+
+    def made(*given: Any) -> Any:
+        library.load(tmp_path / "native.so")
+
+    monkeypatch.setattr(cluster, "saved_state", made)
+    place: Any = SimpleNamespace(open=lambda: None)
+    told = refused(lambda: cluster._quantize(place, None, 0), ToolkitError)  # type: ignore[arg-type]
+    assert told.startswith(f"--ray: on {socket.gethostname()}: {tmp_path / 'native.so'}: cannot open")
 
 
 def test_options_of_workers_without_any(tiny_models: Any, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from toolkit.profile.http_client import Client as LoadClient
 from toolkit.profile.http_client import TextAsk
 from toolkit.serve import background
 from toolkit.serve.client import APIClient
+from toolkit.serve.fleet.child import Spare
 from toolkit.serve.options import ServerSettings
 
 
@@ -138,6 +139,18 @@ def test_one_that_is_killed_as_it_starts(gone: bool, support: Any, monkeypatch: 
     order = background.Order.of("model", PytorchEngineConfig(), None, ServerSettings())
     with pytest.raises(ToolkitError, match=r"^the server ended before it was ready; its log says why$"):
         background.launch(order, background.Server)
+
+
+def test_one_for_which_there_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: Any, **more: Any) -> Any:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("toolkit.base.child_process.start", full)
+    order = background.Order.of("model", PytorchEngineConfig(), None, ServerSettings())
+    with pytest.raises(ToolkitError, match=r"^the server's process cannot be started: .*temporarily unavailable$"):
+        background.launch(order, background.Server)
+    (spare := Spare()).fill()
+    assert spare.take() is None
 
 
 def test_it_ends_with_the_program_that_started_it(packed: Path, tmp_path: Path) -> None:

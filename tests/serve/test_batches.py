@@ -558,6 +558,27 @@ def test_a_line_that_cannot_be_taken_now_is_asked_again(tmp_path: Path, monkeypa
     assert (tally.completed, tally.failed, len(written), len(asked)) == (3, 0, 3, 9)
 
 
+@pytest.mark.parametrize("queue", [True, False])
+def test_a_line_waits_as_long_as_others_fill_the_queue(
+    queue: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what else there is too much of, the line itself may be the reason: it is asked a few times."""
+    monkeypatch.setattr(loop, "AGAIN", (0.0, 0.0))
+    (source := tmp_path / "in.jsonl").write_text(line("r1"))
+    asked: list[str] = []
+    why = "9 requests wait already (the server's --max-queue)" if queue else "the server's --max-held-bytes"
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope["path"])
+        await send({"type": "http.response.start", "status": 429 if len(asked) < 9 else 200, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps({"error": {"message": why}}).encode()})
+
+    tally = loop.Tally()
+    lines, turns = JsonLines(source, Bounds(Limits())), loop.Turns(lambda: 2)
+    asyncio.run(loop.run(app, lines, b"", Seen(), tally, turns, lambda text, good: None))
+    assert (tally.completed, tally.failed, len(asked)) == ((1, 0, 9) if queue else (0, 1, 3))
+
+
 def test_no_line_is_asked_while_new_weights_wait(start: Any) -> None:
     server = start()
     assert server.app.state.batches._room() > 0

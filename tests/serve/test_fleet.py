@@ -478,12 +478,14 @@ def test_what_lies_in_a_directory(tmp_path: Path) -> None:
     model(tmp_path / "dir" / ".hidden")
     (tmp_path / "dir" / "three.gguf").write_bytes(b"x" * 7)
     (tmp_path / "dir" / "mmproj-three.gguf").write_bytes(b"x")  # what it sees with is no model
+    for part in range(1, 12):  # one model, if any
+        (tmp_path / "dir" / f"whole-{part:05}-of-00011.gguf").write_bytes(b"x")
     (tmp_path / "dir" / "notes").mkdir()
     for name, base in (("tales", "owner/two"), ("verse", str(two)), ("lost", "owner/other"), ("odd", "x" * 5000)):
         (tmp_path / "dir" / name).mkdir()
         (tmp_path / "dir" / name / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     found = listed([str(one)], tmp_path / "dir", ["gpt-4", "mini=two"])
-    assert [m.name for m in found] == ["one", "three", "two"]
+    assert [m.name for m in found] == ["one", "three", "two", "whole-00001-of-00011"]
     assert found[0].names == ("one", "gpt-4") and found[2].names == ("two", "mini", "tales", "verse")
     assert found[1].weight_bytes() == 7
 

@@ -148,6 +148,7 @@ def test_what_there_is(start: Any) -> None:
         ("/api/chat", {"model": "other", "messages": []}, 404, "other"),
         ("/api/chat", {"messages": user("a"), "options": {"mirostat": 2}}, 400, "mirostat"),
         ("/api/chat", {"messages": user("a"), "options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, 400, "repeat"),
+        ("/api/chat", {"messages": user("a"), "options": {"presence_penalty": 1, "repeat_last_n": 64}}, 400, "repeat"),
         ("/api/chat", {"messages": user("a"), "options": {"mystery": 2}}, 400, "options.mystery"),
         ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["AA=="]}]}, 400, "images"),
         ("/api/chat", {"messages": user("a"), "options": {"mirostat": 10**400}}, 400, "mirostat"),

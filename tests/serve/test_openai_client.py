@@ -164,6 +164,19 @@ def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI, server: Any
     assert client.completions.create(model="echo", prompt=[97, 98], echo=True, max_tokens=1).choices[0].text == "aba"
 
 
+def test_offsets_are_those_of_the_text(client: openai.OpenAI, server: Any, monkeypatch: Any) -> None:
+    """Which has neither the tokens nor the blank that a tokenizer puts around a prompt."""
+    end, fields = 256, {"model": "echo", "logprobs": 0, "echo": True, "max_tokens": 3}
+    tokenizer = server.engine.tokenizer
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **more: [end, *text.encode(), end])
+    for prompt in ("ab", [end, 97, 98, end]):
+        choice = client.completions.create(prompt=prompt, **fields).choices[0]
+        assert choice.text.startswith("ab") and choice.logprobs.tokens[:5] == ["<eos>", "a", "b", "<eos>", "<eos>"]
+        assert choice.logprobs.text_offset == [0, 0, 1, 2, 2, 2, 3]
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **more: [end, *f" {text}".encode()])
+    assert client.completions.create(prompt="ab", **fields).choices[0].logprobs.text_offset[:5] == [0, 0, 0, 1, 2]
+
+
 def test_every_sampling_field_arrives(client: openai.OpenAI, server: Any) -> None:
     ask(
         client,

@@ -763,6 +763,16 @@ def test_no_path_hides_another(target: str) -> None:
     run(go)
 
 
+@pytest.mark.parametrize("begin", ["/v1/", "/v1/models?"])
+def test_a_target_too_long_to_be_passed_on_is_told_so(begin: str) -> None:
+    async def go() -> None:
+        async with world(FakeNode()) as w:
+            found = [await raw_status(w.client.base_url, begin + "a" * n) for n in (30000, 65400, 65450, 65500)]
+            assert found == [200, 414, 414, 414] and all(node.down is None for node in w.state.nodes)
+
+    run(go)
+
+
 def test_control_of_nodes_does_not_go_through() -> None:
     async def go() -> None:
         async with world(FakeNode()) as w:

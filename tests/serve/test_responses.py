@@ -103,6 +103,26 @@ def test_a_response_that_was_cut_within_its_thought_goes_on(server: Any) -> None
     assert ask(server, [*back, {"role": "user", "content": "Well?"}]).output_text == "Well?"
 
 
+def test_items_of_kept_responses_may_be_referred_to(start: Any) -> None:
+    """As the AI SDK does, which sends the whole conversation so; each once, of a request as of its answer."""
+    server = start(template=(template := Echo("hermes", "qwen3")))
+    first = ask(server, f"{THOUGHT}Well.{CALL}", tools=TOOLS)
+    (question,) = client(server).responses.input_items.list(first.id)
+    result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "2"}
+    items = [question, *first.output]
+    references = [{"type": "item_reference", "id": item.id} for item in items]
+    second = ask(server, [*references, result], tools=TOOLS)
+    ask(server, [*(item.model_dump() for item in items), result], tools=TOOLS)
+    assert template.seen[-2] == template.seen[-1] and len(template.seen[-1][0]) == 3
+    assert len(list(client(server).responses.input_items.list(second.id))) == 5
+    for wrong in ([*references, references[1]], [{"type": "item_reference", "id": f"{references[0]['id']}9"}]):
+        with pytest.raises(openai.BadRequestError, match="no response that is kept here, or is referred to twice"):
+            ask(server, wrong)
+    client(server).responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="input: item 0: "):
+        ask(server, references)
+
+
 def test_one_system_message_leads(start: Any) -> None:
     server = start(template=(template := Echo(None)))
     said = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi."}]
@@ -165,7 +185,7 @@ def test_tools_of_namespaces_count(start: Any) -> None:
     with pytest.raises(openai.BadRequestError, match=r"tools: found 3 tools, expected at most 2 .*--max-tools"):
         ask(server, "x", tools=[{"type": "namespace", "name": "n", "tools": tools}])
     first = ask(server, "x")
-    with pytest.raises(openai.BadRequestError, match=r"messages: found 4 messages, .*--max-messages"):
+    with pytest.raises(openai.BadRequestError, match=r"input: found 4 messages, .*--max-messages"):
         ask(server, [{"role": "user", "content": "x"}] * 2, previous_response_id=first.id)
 
 
@@ -323,7 +343,8 @@ def test_choices_and_formats(server: Any) -> None:
         ({"background": True}, "background: "),
         ({"conversation": "c1"}, "conversation: "),
         ({"top_logprobs": 3}, "top_logprobs: not supported here"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input: item 0: expected one of"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input: item 0: 'x' is of no response that is kept"),
+        ({"input": [{"type": "odd"}]}, "input: item 0: expected one of"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "reads text alone"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}, "image_url: "),
         (
@@ -338,6 +359,19 @@ def test_choices_and_formats(server: Any) -> None:
 def test_refusals(server: Any, fields: dict[str, Any], says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says):
         ask(server, "x", **fields)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wrong_with_the_input_is_told_of_it(server: Any, stream: bool) -> None:
+    """Not of the messages that it becomes, which have other numbers."""
+    picture = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
+    for wrong, says in ((picture, "input: this model reads text alone"), ("x" * 5000, "input: found ")):
+        with pytest.raises(openai.BadRequestError, match=says) as told:
+            ask(server, wrong, stream=stream)
+        assert told.value.param == "input" and "messages" not in told.value.message
+    with pytest.raises(openai.BadRequestError, match="input: ") as told:
+        client(server).responses.input_tokens.count(model="echo", input=picture)
+    assert told.value.param == "input"
 
 
 def test_numbers_of_any_size_come_back(server: Any) -> None:

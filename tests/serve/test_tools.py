@@ -149,6 +149,28 @@ def test_arguments_of_a_guided_call_are_streamed(start: Any) -> None:
     assert cut["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 12}'[: 50 - answer.index('{"a"')]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_a_stop_word_cuts_is_not_to_be_called(start: Any, monkeypatch: Any, stream: bool) -> None:
+    async def run(*of: Any) -> AsyncGenerator[tuple[int, Response], None]:
+        yield 0, Response(ONE.partition(stop)[0], 2, 1, "stop", [97], stop_reason=stop)
+
+    monkeypatch.setattr(chat, "run_choices", run)
+    server = start(template=Echo("hermes"))
+    for stop, told in (("1", "stop"), ("}}", "stop"), ("}\n<", "tool_calls")):
+        choice = ask(server, ONE, stream, tool_choice="required", stop=[stop])[-1]["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == (told, stop)
+    stop = "1"
+    body = {
+        "model": "echo",
+        "messages": [{"role": "user", "content": ONE}],
+        "max_tokens": 400,
+        "stop_sequences": [stop],
+    }
+    body |= {"tools": [{"name": "add", "input_schema": {"type": "object"}}], "tool_choice": {"type": "any"}}
+    with urllib.request.urlopen(urllib.request.Request(server.v1 + "/messages", json.dumps(body).encode())) as reply:
+        assert json.load(reply)["stop_reason"] == "stop_sequence"
+
+
 def test_marks_for_others_caches_reach_no_template(start: Any) -> None:
     template = Echo("hermes")
     mark = {"cache_control": {"type": "ephemeral"}}

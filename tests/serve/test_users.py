@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from toolkit.errors import UsageError
+from toolkit.messages import Response
 from toolkit.serve.http.access.keys import ApiKeys, KeyRules
 from toolkit.serve.http.access.proxies import Proxies
 from toolkit.serve.http.access.quotas import Quotas
@@ -121,6 +123,24 @@ def test_a_key_s_line_says_what_it_may(start: Any, tmp_path: Path) -> None:
     text = small.connection.getresponse().read().decode()
     assert 'toolkit:user_wait_seconds_count{user="small"} 1.0' in text
     assert 'toolkit:user_refused_total{limit="key_tokens_per_minute",user="small"} 1.0' in text
+
+
+def test_an_end_token_is_used_as_any_other(start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "keys").write_text("small name=small tokens-per-minute=4\n")
+    server = start(api_key_file=file)
+
+    async def ends(token_ids: list[int], *given: Any, **more: Any) -> AsyncIterator[Response]:
+        yield Response("a", 1, len(token_ids), token_ids=[97])
+        yield Response("", 2, len(token_ids), "stop")
+
+    monkeypatch.setattr(server.engine, "generate", ends)
+    monkeypatch.setattr(server.app.state.server.quotas, "_clock", lambda: 0.0)  # no token comes back meanwhile
+    small = keyed(server.url, "small")
+    status, said, _ = small.post({"prompt": "ab"})
+    assert status == 200 and said["usage"]["total_tokens"] == 4
+    small.connection.request("GET", "/metrics", headers=small.headers)
+    assert "toolkit:generation_tokens_total 2.0" in small.connection.getresponse().read().decode()
+    assert small.post({"prompt": "ab"})[0] == 429
 
 
 @pytest.mark.parametrize(

@@ -413,9 +413,7 @@ def weights(spec: Any, form: str, seed: int) -> dict[str, Any]:
     found[spec.embed] = Dense(normal(spec.vocab_size, spec.hidden_size))
     if not spec.tied:
         found[spec.head] = Dense(normal(spec.vocab_size, spec.hidden_size) / spec.hidden_size**0.5)
-    if (table := spec.per_layer) is not None:
-        found[table.embed] = Dense(normal(table.rows, table.columns))
-        found[table.projection.name] = Dense(normal(table.columns, spec.hidden_size))
+    found |= {name: Dense(normal(*shape)) for name, shape in spec.tables().items()}
     routers = spec.routers()
     for x in spec.linears():
         w = normal(x.out_features, x.in_features) * 1.2 / x.in_features**0.5

@@ -11,7 +11,9 @@ from pydantic import ValidationError
 
 from toolkit.base.user_path import user_path
 from toolkit.batch.options import Filling
+from toolkit.chat.origin import named
 from toolkit.errors import UsageError
+from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.fields.formats import ResponseFormat
 from toolkit.serve.http.errors import from_validation
 from toolkit.serve.openai.batches.lines import ENDPOINTS, Asked
@@ -72,12 +74,16 @@ class Filler:
                 body["response_format"] = _chat_form(self._schema)
         return body
 
-    def salt(self, model: str, pooling: str = "auto") -> bytes:
-        """What tells requests of one filling, to one model, from those of another; 32 bytes."""
+    def salt(self, model: str, pooling: str = "auto", chat_template: ChatTemplateConfig | str | None = None) -> bytes:
+        """What tells requests of one filling, to one model, from those of another; 32 bytes. Raises UsageError for a
+        ``chat_template`` that is none."""
         rows = [getattr(self._filling, name) for name in ("prompt", "system", "endpoint", "id_column")]
         told = [rows, self._schema, self._given, model]
         if pooling != "auto":  # whose runs have been told apart by the rest alone
             told.append(pooling)
+        if chat_template is not None and (found := named(chat_template)) is not None:
+            made_of = [found.sources, found.pieces, found.meta_instruction, found.stop_words]
+            told.append([found.name, *made_of, found.capability, found.parse_special])
         return blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=32).digest()
 
 

@@ -14,6 +14,7 @@ from toolkit.batch import run
 from toolkit.batch.options import BatchSettings, Filling
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.process.frontend import AsyncEngine
+from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.app import create_app
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.openai.batches.loop import Tally
@@ -22,6 +23,7 @@ from toolkit.serve.openai.batches.loop import Tally
 def answer(
     engine: AsyncEngine,
     template: ChatTemplate,
+    asked: ChatTemplateConfig | str | None,
     of_adapters: Mapping[str, ChatTemplate],
     model: str,
     source: str | Path | Iterable[Mapping[str, Any]],
@@ -33,13 +35,14 @@ def answer(
     overwrite: bool,
     show: bool,
 ) -> Tally:
-    """``given``: fields of ``Filling``, and of requests that do not give them. ``show``: progress on standard error."""
+    """``asked``: what the user named as ``template``; ``given``: fields of ``Filling``, and of requests that do not
+    give them. ``show``: progress on standard error."""
     if isinstance(schema := given.get("json_schema"), Mapping):
         given["json_schema"] = json.dumps(schema)
     named = {f.name for f in fields(Filling)} - {"defaults"}
     own = {name: given.pop(name) for name in named & given.keys()}
     filling = Filling(prompt=prompt, **own, defaults=given)
-    files = run.open_files(source, target, filling, model, limits, overwrite=overwrite)
+    files = run.open_files(source, target, filling, model, limits, overwrite=overwrite, chat_template=asked)
     with closing(files):
         settings = BatchSettings().server(limits)
         settings = replace(settings, model_name=engine.model_name, adapters=engine.adapters.names)

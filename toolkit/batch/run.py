@@ -82,9 +82,11 @@ def open_files(
     *,
     overwrite: bool = False,
     pooling: str = "auto",
+    chat_template: ChatTemplateConfig | str | None = None,
 ) -> Open:
     """Before anything is loaded. ``given``: as ``open_source`` has it; ``model``: what the answers are by, as the user
-    names it; ``pooling``: of a server's options, what vectors are made by. Raises UsageError, ToolkitError."""
+    names it; ``pooling``: of a server's options, what vectors are made by; ``chat_template``: what prompts are made by,
+    where it is not the model's own. Raises UsageError, ToolkitError."""
     filler = Filler(filling)
     path = Path(target)
     bounds = Bounds(limits)
@@ -102,7 +104,7 @@ def open_files(
     try:
         if overwrite:
             results.clear()
-        tally, salt = Tally(), filler.salt(model.rstrip("/").rpartition("/")[2], pooling)
+        tally, salt = Tally(), filler.salt(model.rstrip("/").rpartition("/")[2], pooling, chat_template)
         loop.resume(tally, seen, results)
         loop.check(source, salt, seen, tally, str(path))
     except BaseException:

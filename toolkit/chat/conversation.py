@@ -77,7 +77,8 @@ class Conversation:
         write_text(asked, file, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
     def load(self, file: Path) -> None:
-        """Replace messages, system text and settings by those of a file. Raises ToolkitError; nothing changes then."""
+        """Replace messages, system text and settings by those of a file; what was shown is forgotten. Raises
+        ToolkitError; nothing changes then."""
         data = read_json_object(file)
         system, turns, given = data.get("system"), data.get("messages"), data.get("settings", {})
         if system is not None and not isinstance(system, str):
@@ -90,4 +91,5 @@ class Conversation:
             config = settings.change(self.config, **given)
         except (UsageError, TypeError) as e:
             raise ToolkitError(f"{file}: not a saved conversation: {e}") from e
-        self.system, self.turns, self.config, self.left_out = system, checked, config, 0
+        self.clear()
+        self.system, self.turns, self.config = system, checked, config

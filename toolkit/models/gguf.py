@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -86,6 +86,13 @@ class Metadata(Protocol):
     def each(self, key: str, count: int) -> list[int]:
         """Of ``count`` layers a whole number each, which may be 0; one number is that of all."""
 
+    def rows(self, tensor: str) -> int:
+        """Of a matrix, by its GGUF name; 0 where the file has none."""
+
+    @property
+    def factors(self) -> Sequence[float]:
+        """What each frequency of the rope is divided by, () where the file does not say."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -127,6 +134,10 @@ class Gguf:
     the architecture does not compute. ``scale``: of queries, where it is not 1/sqrt(head_dim) and no key states it;
     None: a key does. ``differs``: what llama.cpp does otherwise than the model, so that the file is another one there.
     ``mtp_apart``: checkpoints have the layer for multi-token prediction under names of its own, not behind the others.
+    ``varied``: layers may have other widths and numbers of heads, which are stated one by one. ``stacks``: which
+    matrices of each expert stand in a tensor one below the other; files that have them apart are read too. ``idle``:
+    tensors that a file may have of layers that do not read them. ``words``: the kind of a tokenizer that the
+    architecture has alone.
     """
 
     arch: str
@@ -155,6 +166,10 @@ class Gguf:
     fits: Callable[[DecoderSpec], bool] | None = None
     differs: str = ""
     mtp_apart: bool = False
+    varied: bool = False
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    idle: tuple[str, ...] = ()
+    words: str = ""
 
     def of(self, spec: DecoderSpec) -> Gguf:
         """The architecture that a model of the family is written as."""

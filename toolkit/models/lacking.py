@@ -20,10 +20,11 @@ NEEDS: dict[str, tuple[str, ...]] = {
         "KimiLinearForCausalLM", "KimiK3ForConditionalGeneration", "BailingHybridForCausalLM",
     ),
     "Fourier position embeddings": ("InternS1ProForConditionalGeneration",),
-    "embeddings of each layer's own, keys and values of an earlier layer, or keys that are values too": (
-        "Gemma3nForConditionalGeneration", "Gemma3nForCausalLM", "Gemma4AssistantForCausalLM",
-        "Gemma4UnifiedForConditionalGeneration",
-        "Gemma4UnifiedForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
+    "several residual streams side by side, and low-rank layers beside each": (
+        "Gemma3nForConditionalGeneration", "Gemma3nForCausalLM",
+    ),
+    "keys and values of another model, which it drafts for": (
+        "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
     ),
     "positions of sines that are added to the embedding, or norms behind each sum": (
         "OpenAIGPTLMHeadModel", "BioGptForCausalLM", "XGLMForCausalLM", "CTRLLMHeadModel", "GitForCausalLM",

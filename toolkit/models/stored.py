@@ -123,8 +123,8 @@ def stored_tensors(
         first = spec.encoder.norm
         found += [_norm(first, rename)] if first is not None and first.weight else []
     if (table := spec.per_layer) is not None:
-        found.append(_whole(table.embed, rename, "router", (table.rows, table.columns)))
-        found.append(_whole(table.projection.name, rename, "router", (table.columns, spec.hidden_size)))
+        tables = spec.tables().items()
+        found += [_whole(name, rename, "embed" if name == table.embed else "router", size) for name, size in tables]
         found.append(_norm(table.norm, rename))
     for i, layer in enumerate(spec.layers):
         prefix = f"model.layers.{i}."

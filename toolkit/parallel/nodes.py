@@ -16,13 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from toolkit import __version__
@@ -43,6 +44,9 @@ LOOK_SECONDS = 5.0  # in which one look for the first ends
 ASK_SECONDS = 1.0  # after which whoever started the others is asked whether one has failed
 WORKERS = ("toolkit.parallel.worker", "toolkit.parallel.native_worker")  # what ranks run
 GREET_SECONDS = 10.0  # that one who has come may take to prove that it knows the key
+GREET_AT_ONCE, SOON_SECONDS = 64, 0.05  # who may do so at once; how soon it is seen that no more are wanted
+Met = tuple[Connection, dict[str, Any]]  # a rank, and what it says of itself
+Greeted = SimpleQueue[tuple[str, Met]]  # with the address that it comes from
 
 
 @dataclass(frozen=True)
@@ -181,24 +185,28 @@ class Door:
                 self._socket.close()
                 raise ToolkitError(f"torchrun's store at {nodes.host}:{nodes.port}: {e}") from e
 
-    def collect(
-        self, world: int, own: dict[str, Any], failed: Callable[[], str] | None = None
-    ) -> dict[int, tuple[Connection, dict[str, Any]]]:
+    def collect(self, world: int, own: dict[str, Any], failed: Callable[[], str] | None = None) -> dict[int, Met]:
         """The connections of all ranks of other machines, and what they say of themselves, which is held against
         ``own``. ``failed``: why one will not come, "" where all may. Raises ToolkitError that names those who have not
         come, or who are not alike."""
         wanted = {rank for rank in range(world) if self._nodes.owner(rank, world) != 0}
-        found: dict[int, tuple[Connection, dict[str, Any]]] = {}
+        with self._open() as greeted:
+            return self._collected(greeted, wanted, world, own, failed or (lambda: ""))
+
+    def _collected(
+        self, greeted: Greeted, wanted: set[int], world: int, own: dict[str, Any], failed: Callable[[], str]
+    ) -> dict[int, Met]:
+        """``collect``, of those who come out of ``greeted``."""
+        found: dict[int, Met] = {}
         until = time.monotonic() + COME_SECONDS
         while missing := sorted(wanted - set(found)):
             left = until - time.monotonic()
-            self._socket.settimeout(max(0.01, left if failed is None else min(left, ASK_SECONDS)))
             try:
                 if left <= 0:  # also where strangers come one after the other
-                    raise TimeoutError
-                sock, peer = self._socket.accept()
-            except TimeoutError:
-                if why := failed() if failed is not None else "":
+                    raise Empty
+                host, met = greeted.get(timeout=min(left, ASK_SECONDS))
+            except Empty:
+                if why := failed():
                     raise ToolkitError(why) from None
                 if time.monotonic() < until:
                     continue
@@ -206,21 +214,54 @@ class Door:
                 raise ToolkitError(
                     f"{who}: not come to {at} within {COME_SECONDS:g} s; start the command there, {self._nodes.how}"
                 ) from None
-            try:
-                pipe, hello = self._greet(sock)
-            except (AuthenticationError, OSError, EOFError, ValueError, KeyError) as e:
-                log.warning("ranks: somebody at %s was turned away: %s", peer[0], e or type(e).__name__)
-                continue
+            pipe, hello = met
             if (why := _unlike(own, hello)) or hello["rank"] not in missing:
                 why = why or f"rank {hello['rank']} is not missing"
                 pipe.send_bytes(wire.pack({"error": why}))
                 pipe.close()
-                raise ToolkitError(f"rank {hello['rank']} at {peer[0]}: {why}")
+                raise ToolkitError(f"rank {hello['rank']} at {host}: {why}")
             pipe.send_bytes(wire.pack({"error": None, "worker": self._worker}))
-            found[hello["rank"]] = pipe, hello | {"host": peer[0]}
+            found[hello["rank"]] = pipe, hello | {"host": host}
         return found
 
-    def _greet(self, sock: socket.socket) -> tuple[Connection, dict[str, Any]]:
+    @contextmanager
+    def _open(self) -> Iterator[Greeted]:
+        """Those who come and know the key, while the block lasts. Each is greeted by a thread of its own: others need
+        not wait for one who says nothing."""
+        greeted: Greeted = SimpleQueue()
+        ends, places = threading.Event(), threading.Semaphore(GREET_AT_ONCE)
+
+        def meet(sock: socket.socket, host: str) -> None:
+            try:
+                met = self._greet(sock)
+            except (AuthenticationError, OSError, EOFError, ValueError, KeyError) as e:
+                log.warning("ranks: somebody at %s was turned away: %s", host, e or type(e).__name__)
+            else:
+                greeted.put((host, met))
+            finally:
+                places.release()
+
+        def wait() -> None:
+            while not ends.is_set():
+                if places.acquire(timeout=SOON_SECONDS):
+                    try:
+                        sock, peer = self._socket.accept()
+                        threading.Thread(target=meet, args=(sock, peer[0]), daemon=True).start()
+                    except (OSError, RuntimeError) as e:
+                        places.release()
+                        if not isinstance(e, TimeoutError):  # the system has no file or thread for one more
+                            ends.wait(SOON_SECONDS)
+
+        self._socket.settimeout(SOON_SECONDS)
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        try:
+            yield greeted
+        finally:
+            ends.set()
+            waiting.join()
+
+    def _greet(self, sock: socket.socket) -> Met:
         sock.settimeout(None)
         limit(sock, GREET_SECONDS)
         pipe = Connection(os.dup(sock.fileno()))

@@ -94,6 +94,15 @@ def read_arguments(text: str) -> Any:
         return {}
 
 
+def is_whole(call: dict[str, Any]) -> bool:
+    """Whether the arguments of a call of an ``Answer`` are JSON to their end."""
+    try:
+        json.loads(call["function"]["arguments"])
+    except (ValueError, RecursionError) as error:
+        return isinstance(error, RecursionError)
+    return True
+
+
 class Words:
     """Content on its way out. White space is held back: before a call, at the end behind one, and between one and the
     first word it is dropped."""

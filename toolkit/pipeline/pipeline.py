@@ -106,6 +106,7 @@ class Pipeline:
             kind = PytorchEngineConfig if backend == "pytorch" else TurbomindEngineConfig
             backend_config = replace(backend_config or kind(), **speculative_config.fields())
         self.model_path = str(model_path)
+        self._named_template = chat_template_config
         self._closed = False
         renderer = Renderer()
         renderer.start()  # it comes up while the model loads
@@ -333,7 +334,7 @@ class Pipeline:
         from toolkit.serve.http.limits import Limits
 
         self._check_open()
-        how = (self.engine, self.chat_template, self.reader.templates, self.model_path)
+        how = (self.engine, self.chat_template, self._named_template, self.reader.templates, self.model_path)
         return from_python.answer(
             *how, source, target, prompt, limits or Limits(), kwargs, overwrite=overwrite, show=use_tqdm
         )

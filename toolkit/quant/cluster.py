@@ -94,7 +94,11 @@ def statistics(
 
 @torch.inference_mode()
 def _quantize(place: Place, setting: Setting, index: int) -> _Packed:
-    return _pack(saved_state(place.open(), setting, index))
+    """Raises ToolkitError where that cannot be done there, as without the native library."""
+    try:
+        return _pack(saved_state(place.open(), setting, index))
+    except OSError as error:
+        raise ToolkitError(f"--ray: on {socket.gethostname()}: {error}") from error
 
 
 @torch.inference_mode()

@@ -203,12 +203,16 @@ class Order:
 
 
 class Started:
-    """A child that has imported what servers need, or is about to, and waits for its order."""
+    """A child that has imported what servers need, or is about to, and waits for its order. Raises ToolkitError where
+    the system has no process for it."""
 
     def __init__(self) -> None:
-        self.link, theirs = socket.socketpair()
-        with theirs:
-            self.process = child_process.start("toolkit.serve.background", theirs)
+        try:
+            self.link, theirs = socket.socketpair()
+            with theirs:
+                self.process = child_process.start("toolkit.serve.background", theirs)
+        except OSError as error:
+            raise ToolkitError(f"the server's process cannot be started: {error}") from error
 
     def alive(self) -> bool:
         return self.process.poll() is None

@@ -61,7 +61,7 @@ def _wanted(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     vectors = spec.vectors() | (sizes(spec.vision) if spec.vision is not None else {})
     wanted: dict[str, tuple[int, ...]] = {name: (size,) for name, size in vectors.items()}
     wanted |= {linear.name: (linear.out_features, linear.in_features) for linear in spec.linears()}
-    wanted[spec.embed] = (spec.vocab_size, spec.hidden_size)
+    wanted |= {spec.embed: (spec.vocab_size, spec.hidden_size), **spec.tables()}
     if not spec.tied:
         wanted[spec.head] = (spec.head_size, spec.hidden_size)
     return wanted

@@ -98,12 +98,17 @@ def hf_tensors(
         names = [gguf.top[stem]] if not layer and stem in gguf.top else []
         if layer and stem in gguf.joined:
             names = [f"{layer}{name}" for name in gguf.joined[stem]]
+        elif layer and stem in gguf.stacks:
+            names = [f"{layer}{name}" for name in gguf.stacks[stem]]
+            names, info = _each_of_several(path, source, info, names, modules)
         elif layer and stem in gguf.names:
             names = [f"{layer}{gguf.names[stem]}"]
         if not names:
             raise _no_place(path, source, gguf)
         if names == [spec.head] and spec.encodes:
             continue  # of a decoder that is no more than an encoder
+        if stem in gguf.idle and names[0] not in modules:
+            continue
         layout = layout_of(layer, stem)
         whole = next((x for x in singles if len(names) > 1 and [part.name for part in x.parts] == names), None)
         if whole is not None:
@@ -188,6 +193,20 @@ def _each_expert(
     if count == 0 or name.format(count - 1) not in modules or name.format(count) in modules:
         raise ToolkitError(f"{path}: tensor {source}: {info} cannot be {name}")
     return [name.format(i) for i in range(count)]
+
+
+def _each_of_several(
+    path: Path, source: str, info: TensorInfo, names: list[str], modules: Mapping[str, StoredTensor]
+) -> tuple[list[str], TensorInfo]:
+    """The same of several matrices of each expert, one below the other, and the tensor as a stack of all of them."""
+    each = len(names)
+    if len(info.shape) != 3 or info.shape[1] % each:
+        raise ToolkitError(f"{path}: tensor {source}: {info} cannot be {' and '.join(names)}")
+    lists = [_each_expert(path, source, info, name, modules) for name in names]
+    count, rows, columns = info.shape
+    return [name for one in zip(*lists, strict=True) for name in one], replace(
+        info, shape=(count * each, rows // each, columns)
+    )
 
 
 def _slices(

@@ -132,7 +132,8 @@ class Export:
 
 def _shape(piece: Piece) -> tuple[int, ...]:
     rows = [sum(item.count(part) for part in item.parts if part.name == name) for item, name in piece.sources]
-    stack = (len(rows), rows[0]) if f"{EXPERTS}." in piece.name else (sum(rows),)
+    experts = len({_expert(name) for _, name in piece.sources}) if f"{EXPERTS}." in piece.name else 0
+    stack = (experts, sum(rows) // experts) if experts else (sum(rows),)
     item = piece.sources[0][0]
     if piece.layout.shape:
         return piece.layout.shape
@@ -226,7 +227,8 @@ def plan_export(
         TOOL_KEY: __version__,
         "general.file_type": mixture.file_type if mixture else _file_type(pieces),
     }
-    words, lost = vocabulary(checkpoint.tokenizer_dir, spec.vocab_size, checkpoint.config, checkpoint.generation_config)
+    configs = checkpoint.config, checkpoint.generation_config
+    words, lost = vocabulary(checkpoint.tokenizer_dir, spec.vocab_size, *configs, model.gguf.words)
     notes += lost
     metadata = {**general, **model.values, **words}
     folded = {name: torch.as_tensor(times, dtype=torch.float32) for name, times in model.folded.items()}
@@ -316,9 +318,10 @@ def _pieces(
     beside = (item.parts[0].name for item in stored if item.kind == "norm")  # also those of NEXTN
     offsets = dict.fromkeys(beside, spec.final_norm.weight_offset)
     offsets |= {norm.name: norm.weight_offset for norm in whole.norms()}
-    order = {name: i for names in model.gguf.joined.values() for i, name in enumerate(names)}
+    together = {**model.gguf.joined, **model.gguf.stacks}
+    order = {name: i for names in together.values() for i, name in enumerate(names)}
     stems = {ours: theirs for theirs, ours in model.gguf.names.items()}
-    stems |= {name: theirs for theirs, names in model.gguf.joined.items() for name in names}
+    stems |= {name: theirs for theirs, names in together.items() for name in names}
     top = {ours: theirs for theirs, ours in model.gguf.top.items()}
     layout_of = layouts_of(model.gguf, whole)
     count = model.values.get(f"{model.gguf.arch}.expert_count", 0)
@@ -346,8 +349,19 @@ def _pieces(
         place = replace(embed.place, role="output", tied=False)
         pieces["output.weight"] = replace(embed, name="output.weight", sources=head, place=place)
     for piece in pieces.values():
-        piece.sources.sort(key=lambda source: order.get(source[1].split(".", 3)[-1], 0))
+        piece.sources.sort(key=lambda source: (_expert(source[1]), order.get(_inside(source[1]), 0)))
     return list(pieces.values())
+
+
+def _inside(name: str) -> str:
+    """A canonical name without its layer, {} in place of an expert's number."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.{}.", name.split(".", 3)[-1])
+
+
+def _expert(name: str) -> int:
+    """The number of the expert that a canonical name is of, 0 where it is of none."""
+    found = re.search(r"\.experts\.(\d+)\.", name)
+    return 0 if found is None else int(found[1])
 
 
 def _spell(name: str, stems: dict[str, str], top: dict[str, str], gguf: Gguf) -> tuple[str, str, int]:
@@ -356,7 +370,7 @@ def _spell(name: str, stems: dict[str, str], top: dict[str, str], gguf: Gguf) ->
         return top[name], top[name], 0
     parts = name.split(".", 3)
     if len(parts) == 4 and parts[:2] == ["model", "layers"]:
-        role = stems.get(re.sub(r"\.experts\.\d+\.", ".experts.{}.", parts[3]))
+        role = stems.get(_inside(name))
         if role is not None:
             return f"blk.{parts[2]}.{role}", role, int(parts[2])
     raise ToolkitError(f"gguf: {name} has no place in llama.cpp's {gguf.arch}")

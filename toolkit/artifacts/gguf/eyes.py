@@ -194,13 +194,20 @@ class Eyes:
 
 def open_eyes(path: Path, language: GgufContainer) -> Eyes | None:
     """What stands beside the language model at ``path``: ``mmproj-`` and its name, or the first by name that fits it
-    (width, architecture, tokens); None where there is none. Raises ToolkitError for one that cannot be read."""
+    (width, architecture, tokens); None where there is none. Raises ToolkitError for one that cannot be read, unless it
+    may be another model's: where several lie there, and it has not this one's name."""
     named = path.with_name(f"mmproj-{path.name}")
     others = [file for file in sorted(path.parent.glob(EYES)) if file not in (named, path)]
     width = language.metadata.get(f"{language.metadata.get('general.architecture')}.embedding_length")
     for file in [named] * named.is_file() + others:
-        container = read_container(file)
-        check_kinds(file, container.metadata)
+        try:
+            container = read_container(file)
+            check_kinds(file, container.metadata)
+        except ToolkitError as error:
+            if file == named or not set(path.parent.glob("*.gguf")) - {path, *others}:
+                raise
+            _tell(path, str(error))
+            continue
         if file != named and container.metadata.get("clip.vision.projection_dim") != width:
             continue
         try:

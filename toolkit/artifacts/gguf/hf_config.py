@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from toolkit.models.gguf import MOST_LAYERS, Absent, Gguf, read_betas
 from toolkit.models.mtp import FURTHER
 
 _FACTOR = ("rope.scaling.factor", "rope.scale_linear")  # the second in files of 2023
+KV_HEADS = "attention.head_count_kv"
 NEXTN = "nextn_predict_layers"  # how many of the blocks are for multi-token prediction, behind the model's
 
 
@@ -27,6 +28,7 @@ class _Reader(Keys):
     """``toolkit.models.gguf.Metadata`` of an architecture's keys."""
 
     tensors: Mapping[str, TensorInfo]
+    factors: Sequence[float] = ()
 
     def has(self, key: str) -> bool:
         value = self.value(key)
@@ -58,6 +60,14 @@ class _Reader(Keys):
             raise ToolkitError(f"{self.path}: {self.prefix}.{key}: expected {count} whole numbers, found {value!r:.60}")
         return [int(x) for x in value]
 
+    def first(self, key: str) -> int:
+        """Of a number that layers may have each for itself that of the first."""
+        value = self.value(key)
+        return self.positive(key, value[0].item() if isinstance(value, np.ndarray) and len(value) else value)
+
+    def rows(self, tensor: str) -> int:
+        return self.tensors[tensor].shape[0] if tensor in self.tensors else 0
+
 
 def hf_config(
     path: Path,
@@ -71,7 +81,9 @@ def hf_config(
 
     Raises ToolkitError that names the file and the metadata key for a missing or impossible value.
     """
-    read = _Reader(path, metadata, gguf.arch, tensors)
+    factors = rope_factors.get("rope_freqs.weight", np.empty(0, np.float32)).tolist()
+    read = _Reader(path, metadata, gguf.arch, tensors, factors)
+    number = read.first if gguf.varied else read.whole
     hidden, layers = read.whole("embedding_length"), read.whole("block_count")
     if layers > MOST_LAYERS:
         raise ToolkitError(f"{path}: {gguf.arch}.block_count: expected at most {MOST_LAYERS}, found {layers}")
@@ -90,12 +102,12 @@ def hf_config(
         "model_type": family.name,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": read.whole("feed_forward_length") if read.states("feed_forward_length") else hidden,
+        "intermediate_size": number("feed_forward_length") if read.states("feed_forward_length") else hidden,
         "num_hidden_layers": layers,
         **({FURTHER: further} if further else {}),
         **({"is_causal": False} if read.value("attention.causal") is False else {}),
         "num_attention_heads": heads,
-        "num_key_value_heads": read.whole("attention.head_count_kv", heads) if attends else heads,
+        "num_key_value_heads": number(KV_HEADS) if attends and read.has(KV_HEADS) else heads,
         "head_dim": head_dim,
         "max_position_embeddings": read.whole("context_length"),
         gguf.eps: read.number(gguf.eps_key),

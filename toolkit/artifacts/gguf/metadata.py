@@ -192,12 +192,18 @@ def _rope(rope: RopeSpec, found: ModelMetadata) -> None:
         found.factors["rope_factors_long.weight"] = np.asarray(rope.long_factor, np.float32)
         found.factors["rope_factors_short.weight"] = np.asarray(rope.short_factor, np.float32)
     elif rope.kind == "proportional":
-        raise ToolkitError("gguf: frequencies of which some are 0 (rope_type proportional) are not written")
+        if rope.factor != 1:
+            raise ToolkitError(f"gguf: frequencies of which some are 0 and the others divided by {rope.factor:g}")
+        still = rope.rotary_dim // 2 - rope.turning
+        found.factors["rope_freqs.weight"] = np.array([1.0] * rope.turning + [STILL] * still, np.float32)
     elif rope.kind == "dynamic":
         values["context_length"] = min(values["context_length"], rope.original_max_position)
         found.notes.append(
             f"dynamic rope scaling has no place in GGUF: right up to {rope.original_max_position} tokens of context"
         )
+
+
+STILL = 1e30  # what a frequency is divided by that is to be 0
 
 
 def yarn_scale(factor: float) -> float:

@@ -29,7 +29,8 @@ class Place:
 
     @property
     def is_head(self) -> bool:
-        return self.role == "output" or (self.role == "token_embd" and self.tied)
+        tables = ("token_embd", "per_layer_token_embd")
+        return self.role == "output" or (self.role in tables and self.tied)
 
     @property
     def wants_more(self) -> bool:

@@ -16,7 +16,9 @@ from toolkit.artifacts.text.tokenizer_pieces import CONTROL, SPACE, USER_DEFINED
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer, models
+
+GEMMA = "gemma4"  # a kind of tokenizer
 
 _ENDS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
@@ -38,8 +40,10 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
         built = _byte_level(path, metadata, tokens)
     elif kind == "llama":
         built = _sentencepiece(path, metadata, tokens)
+    elif kind == GEMMA:
+        built = _gemma(path, metadata, tokens)
     else:
-        raise ToolkitError(f"{path}: tokenizer.ggml.model: expected gpt2 or llama, found {kind!r:.40}")
+        raise ToolkitError(f"{path}: tokenizer.ggml.model: expected gpt2, llama or {GEMMA}, found {kind!r:.40}")
     _add_tokens(path, built, metadata, tokens)
     _add_ends(path, built, metadata, tokens)
     return built
@@ -54,26 +58,47 @@ def _list(path: Path, metadata: Mapping[str, Any], key: str, length: int) -> lis
 
 
 def _byte_level(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers
+    from tokenizers import Tokenizer, decoders, normalizers
 
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in BY_NAME:
         raise ToolkitError(f"{path}: tokenizer.ggml.pre: expected one of {', '.join(BY_NAME)}, found {pre!r:.40}")
-    merges = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
-        raise ToolkitError(f"{path}: tokenizer.ggml.merges: expected a list of strings, found {merges!r:.40}")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    if bad := next((merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2), None):
-        raise ToolkitError(f"{path}: tokenizer.ggml.merges: expected pairs of tokens, found {bad!r:.40}")
-    vocab = {token: i for i, token in enumerate(tokens)}
-    try:
-        built = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre in WHOLE_PIECES))
-    except Exception as error:  # the library's own exception type for merges of unknown tokens
-        raise ToolkitError(f"{path}: tokenizer.ggml.merges: {str(error).splitlines()[0]:.80}") from error
+    built = Tokenizer(_merged(path, metadata, tokens, ignore_merges=pre in WHOLE_PIECES))
     built.pre_tokenizer = build_cuts(BY_NAME[pre])
     if pre in COMPOSED:
         built.normalizer = normalizers.NFC()
     built.decoder = decoders.ByteLevel()
+    return built
+
+
+def _merged(path: Path, metadata: Mapping[str, Any], tokens: list[str], **more: Any) -> models.BPE:
+    """What joins tokens by the file's list of merges."""
+    from tokenizers import models
+
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise ToolkitError(f"{path}: tokenizer.ggml.merges: expected a list of strings, found {merges!r:.40}")
+    ends = [merge.find(" ", 1) for merge in merges]  # the first of a pair may be a blank
+    if bad := next((merge for merge, end in zip(merges, ends, strict=True) if end < 0), None):
+        raise ToolkitError(f"{path}: tokenizer.ggml.merges: expected pairs of tokens, found {bad!r:.40}")
+    pairs = [(merge[:end], merge[end + 1 :]) for merge, end in zip(merges, ends, strict=True)]
+    try:
+        return models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs, **more)
+    except Exception as error:  # the library's own exception type for merges of unknown tokens
+        raise ToolkitError(f"{path}: tokenizer.ggml.merges: {str(error).splitlines()[0]:.80}") from error
+
+
+def _gemma(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    """Gemma 4's: characters, not bytes, are joined, in whole lines with their blanks, and runs of line ends."""
+    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+
+    unknown = tokens[_token_id(path, metadata, "unknown", len(tokens)) or 0]
+    more = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    built = Tokenizer(_merged(path, metadata, tokens, **more))
+    built.normalizer = normalizers.Replace(" ", SPACE)
+    built.pre_tokenizer = pre_tokenizers.Split(Regex("\n+"), "isolated")
+    undo = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    built.decoder = decoders.Sequence(undo)
     return built
 
 
@@ -122,6 +147,8 @@ def _add_ends(path: Path, built: Tokenizer, metadata: Mapping[str, Any], tokens:
 
 def adds_bos(metadata: Mapping[str, Any]) -> bool:
     """Whether the model expects its bos token before every text; where the file is silent, by tokenizer kind."""
+    if metadata.get("tokenizer.ggml.model") == GEMMA:
+        return True  # whatever the file says, as llama.cpp has it
     sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
     return bool(
         metadata.get(

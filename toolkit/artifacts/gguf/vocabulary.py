@@ -18,16 +18,18 @@ from toolkit.artifacts.text.tokenizer_pieces import BYTE, CONTROL, NORMAL, UNKNO
 from toolkit.errors import ToolkitError
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+UNSCORED = -1000.0  # a score that says nothing, as llama.cpp's converter writes it
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def vocabulary(
-    directory: Path, vocab_size: int, config: dict[str, Any], generation: dict[str, Any]
+    directory: Path, vocab_size: int, config: dict[str, Any], generation: dict[str, Any], own: str = ""
 ) -> tuple[dict[str, Any], list[str]]:
     """``tokenizer.*`` entries for the tokenizer in ``directory``, filled up to ``vocab_size`` tokens, and one line each
     on what they cannot say.
 
-    ``config`` and ``generation``: config.json and generation_config.json, for the ids of special tokens. Raises
+    ``config`` and ``generation``: config.json and generation_config.json, for the ids of special tokens; ``own``: the
+    kind of tokenizer with byte tokens that the architecture has alone, whose merges are told. Raises
     ToolkitError, one line, for a tokenizer that GGUF (or this tool) cannot express.
     """
     path, opened = directory / "tokenizer.json", None
@@ -60,15 +62,18 @@ def vocabulary(
         "tokenizer.ggml.token_type": np.array(kinds, np.int32),
     }
     merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model.get("merges") or []]
-    if sentencepiece:
+    if sentencepiece and own:
+        del found["tokenizer.ggml.pre"]
+        found |= {"tokenizer.ggml.model": own, "tokenizer.ggml.scores": np.full(vocab_size, UNSCORED, np.float32)}
+    elif sentencepiece:
         found["tokenizer.ggml.scores"] = _scores(listed, merges)
-    else:
+    if not sentencepiece or own:
         found["tokenizer.ggml.merges"] = [" ".join(pair) for pair in merges]
     found |= _special_ids(opened, listed, config, generation)
     found |= _flags(opened, data, found, sentencepiece)
     lost = [
         f"the tokenizer's {step} has no place in GGUF: there text that it would change is cut otherwise"
-        for step in _lost(data, found["tokenizer.ggml.pre"], sentencepiece)
+        for step in _lost(data, found.get("tokenizer.ggml.pre", ""), sentencepiece)
     ]
     return found | _templates(opened.chat_templates), lost
 

@@ -18,6 +18,10 @@ PRESERVED = "\0preserved "  # how the session of one begins; no user's has such 
 WAIT_SECONDS = 30.0  # for the engine's thread
 
 
+class _Late(ToolkitError):
+    """The engine may yet do what it was told."""
+
+
 class Peers:
     """``role``: of this engine; ``facts``: of its present start."""
 
@@ -63,7 +67,11 @@ class Peers:
             raise ToolkitError("p2p_connect: this engine hands nothing over; its log says why")
         if told := self.differences(in_common):
             raise ToolkitError("the engines differ, and blocks of one are of no use to the other: " + "; ".join(told))
-        self._tell("use_source", engine_id, address, secure)
+        try:
+            self._tell("use_source", engine_id, address, secure)
+        except _Late:
+            self._sources[engine_id] = None  # to be dropped by whoever does not ask again
+            raise
         self._sources[engine_id] = None
         self._sources.move_to_end(engine_id)
         while len(self._sources) > MOST_SOURCES:
@@ -80,7 +88,7 @@ class Peers:
         try:
             self._loop.call(what, [*arguments]).result(WAIT_SECONDS)
         except TimeoutError:
-            raise ToolkitError(f"the engine has not answered for {WAIT_SECONDS:g} s; ask again") from None
+            raise _Late(f"the engine has not answered for {WAIT_SECONDS:g} s; ask again") from None
 
     def preserve(self, request_id: str) -> str:
         """The session under which a request's blocks stay in the cache until ``free``."""

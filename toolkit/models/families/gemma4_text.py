@@ -4,19 +4,26 @@ values of earlier ones; 26B-A4B has experts beside the MLP. Source: transformers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
+
+from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import Dims, read_dims, read_window
 from toolkit.models.config.fields import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_VOCAB, Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, assemble, attention, experts, gated_mlp, rms_norm
 from toolkit.models.families.gemma2 import softcap
 from toolkit.models.family import WITHIN, Family, Tiny
+from toolkit.models.gguf import BLOCK, EXPERT_BLOCK, QK_NORMS, TOP, Gguf, Metadata
+from toolkit.models.gguf import SANDWICH_NORMS as GGUF_NORMS
 from toolkit.models.spec import (
     Activation,
     Apart,
     AttentionSpec,
+    DecoderSpec,
     LayerSpec,
     LinearSpec,
     MoeSpec,
@@ -182,6 +189,122 @@ def build(config: Fields) -> Built:
     return spec, [replace(item, bare=True) if item.name.endswith(ROUTER) else item for item in stored]
 
 
+def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    count = config["num_hidden_layers"]
+    slides = file.flags("attention.sliding_window_pattern")
+    if slides is None or len(slides) != count:
+        raise ToolkitError(f"gguf: gemma4.attention.sliding_window_pattern: expected {count} truths, one a layer")
+    keys, inner = file.each("attention.head_count_kv", count), file.each("feed_forward_length", count)
+    head, full, local = config["head_dim"], slides.index(False), slides.index(True) if True in slides else 0
+    shared = file.stated("attention.shared_kv_layers", 0)
+    turning = sum(factor == 1 for factor in file.factors) or head // 2
+    cap = file.number("final_logit_softcapping", 30.0)  # what llama.cpp takes where a file is silent
+    experts = {"num_experts": "expert_count", "top_k_experts": "expert_used_count"}
+    experts |= {"moe_intermediate_size": "expert_feed_forward_length"}
+    mixed = file.has("expert_count")
+    return {
+        "layer_types": [SLIDES if each else FULL for each in slides],
+        "sliding_window": file.whole("attention.sliding_window"),
+        "head_dim": file.whole("attention.key_length_swa"),
+        "num_key_value_heads": keys[local],
+        "per_layer_config": {
+            str(i): {"head_dim": head, "num_key_value_heads": keys[i]} for i in range(count) if not slides[i]
+        },
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
+        "num_kv_shared_layers": shared,
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] == 2 * inner[0],
+        "hidden_size_per_layer_input": file.stated("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": file.rows("per_layer_token_embd.weight") or config["vocab_size"],
+        "final_logit_softcapping": cap or None,
+        "enable_moe_block": mixed,
+        **({name: file.whole(key) for name, key in experts.items()} if mixed else {}),
+        "rope_parameters": {
+            FULL: ROPES[FULL] | {
+                "rope_theta": file.number("rope.freq_base", 1e4), "partial_rotary_factor": 2 * turning / head
+            },
+            SLIDES: ROPES[SLIDES] | {"rope_theta": file.number("rope.freq_base_swa", 1e4)},
+        },
+    }  # fmt: skip
+
+
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    layers: list[Any] = [layer.sublayers[0].mixer for layer in spec.layers]
+    own = dict(spec.attention_layers())
+    seen = [own[m.source if m.kind == "reuse" else i] for i, m in enumerate(layers)]
+    full, local = (next((a for a in seen if (a.window is None) == sees), None) for sees in (True, False))
+    if full is None or local is None or any(a.head_dim != (local if a.window else full).head_dim for a in seen):
+        raise ToolkitError("gguf: llama.cpp's gemma4 has layers that slide and others, alike in the size of heads each")
+    local_rope, full_rope = local.rope, full.rope
+    assert local_rope is not None and full_rope is not None
+    table = spec.per_layer
+    mlps = [mlps[-1] for mlps in (layer.sublayers[1].mixer.mlps() for layer in spec.layers)]
+    return {
+        "attention.head_count_kv": _each([a.kv_heads for a in seen]),
+        "attention.key_length": full.head_dim,
+        "attention.value_length": full.head_dim,
+        "attention.key_length_swa": local.head_dim,
+        "attention.value_length_swa": local.head_dim,
+        "attention.sliding_window_pattern": np.array([a.window is not None for a in seen]),
+        "attention.shared_kv_layers": sum(m.kind == "reuse" for m in layers),
+        "feed_forward_length": _each([mlp.up.out_features for mlp in mlps]),
+        "embedding_length_per_layer_input": 0 if table is None else table.norm.size,
+        "final_logit_softcapping": float(spec.logit_softcap or 0.0),
+        "rope.freq_base_swa": float(local_rope.theta),
+        "rope.dimension_count_swa": local_rope.rotary_dim,
+    }
+
+
+def _each(numbers: list[int]) -> Any:
+    """A number a layer, or the one of all."""
+    return numbers[0] if len(set(numbers)) == 1 else np.array(numbers, np.int32)
+
+
+NAMES = {
+    **BLOCK,
+    **QK_NORMS,
+    **GGUF_NORMS,
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": "per_layer.gate_proj",
+    "proj": "per_layer.down_proj",
+    "post_norm": "post_per_layer_input_norm",
+}
+BESIDE = {
+    **EXPERT_BLOCK,
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
+GGUF = Gguf(
+    "gemma4",
+    "gemma4_text",
+    NAMES,
+    biases=False,
+    window=True,
+    varied=True,
+    fields={"hidden_activation": "gelu_pytorch_tanh"},
+    read=_read,
+    write=_write,
+    scale=lambda spec: 1.0,
+    bare=("ffn_gate_inp.scale",),
+    top={
+        **TOP,
+        "per_layer_token_embd": TABLE,
+        "per_layer_model_proj": PROJECTION,
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
+    },
+    stacks={"ffn_gate_up_exps": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")},
+    idle=("attn_k", "attn_v", "attn_k_norm"),
+    words="gemma4",
+)
+WITH_EXPERTS = replace(
+    GGUF,
+    names=NAMES | BESIDE,
+    numbers={"top_k_experts": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"},
+    fits=lambda spec: bool(spec.mixtures()),
+)
 SIZES = dict(
     head_dim=16,
     global_head_dim=32,
@@ -202,6 +325,6 @@ FAMILY = Family(
         Tiny(SIZES | dict(hidden_size_per_layer_input=0, final_logit_softcapping=10.0, enable_moe_block=True,
                           num_experts=4, top_k_experts=2, moe_intermediate_size=32)),
     ),
-    "gguf: not yet",
+    replace(GGUF, others=(WITH_EXPERTS,)),
     spellings=WITHIN,
 )  # fmt: skip

@@ -126,6 +126,11 @@ class AttentionSpec(MixerSpec):
             sound.norm(self.k_norm, self.head_dim, kv_size, heads=self.kv_heads)
         if self.v_norm is not None:
             sound.norm(self.v_norm, self.head_dim)
+        over_all = self.k_norm is not None and self.k_norm.size != self.head_dim
+        apart = self.v != self.k or not (self.norm_last or over_all or self.rope is None)
+        sound.expect(
+            "v", apart, self.v.name, "another than k without a rope, or with norm_last or a norm over all heads"
+        )
         for name, limit in (("softcap", self.softcap), ("clip", self.clip)):
             sound.expect(name, limit is None or limit > 0, limit, "a number above 0")
         sound.expect("chunked", not self.chunked or self.window is not None, self.chunked, "false without a window")

@@ -71,7 +71,7 @@ def check_spec(spec: DecoderSpec) -> None:
     names = [spec.embed, spec.head, *(x.name for x in spec.linears()), *(n.name for n in spec.norms())]
     subs = [s for layer in spec.layers for s in layer.sublayers]
     names += [name for s in subs for name in (*s.mixer.vectors(), *(() if s.factor is None else (s.factor,)))]
-    names += [] if spec.per_layer is None else [spec.per_layer.embed, spec.per_layer.projection.name]
+    names += spec.tables()
     names += [] if spec.encoder is None else list(spec.encoder.vectors(spec.hidden_size))
     for name, count in Counter(names).items():
         sound.expect("name", bool(name) and count == 1, name, "a name that is given once")

@@ -222,6 +222,13 @@ class DecoderSpec:
         """The different rotary embeddings, in order of appearance."""
         return list(dict.fromkeys(rope for _, m in self.mixers() for rope in m.ropes()))
 
+    def tables(self) -> dict[str, tuple[int, int]]:
+        """Matrices outside of the layers beside embedding and head: name → rows and columns."""
+        table = self.per_layer
+        if table is None:
+            return {}
+        return {table.embed: (table.rows, table.columns), table.projection.name: (table.columns, self.hidden_size)}
+
     def linears(self) -> list[LinearSpec]:
         """Every linear inside the layers (router included), in execution order; not embedding and head."""
         return [x for layer in self.layers for x in layer.linears()]

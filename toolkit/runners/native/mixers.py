@@ -52,7 +52,7 @@ def attention(a: AttentionSpec, t: Tensors) -> Record:
         "alibi": None if a.alibi is None else _alibi(a.alibi, a.scale, t),
         "norm_last": a.norm_last,
         "q_scale": None if a.q_scale is None else _query_scale(a.q_scale),
-        **t.linears(q=a.q, k=a.k, v=a.v, gate=a.gate, o=a.o),
+        **t.linears(q=a.q, k=a.k, v=None if a.v == a.k else a.v, gate=a.gate, o=a.o),
         "q_norm": t.norm(a.q_norm),
         "k_norm": t.norm(a.k_norm),
         "v_norm": t.norm(a.v_norm),

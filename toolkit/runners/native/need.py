@@ -36,7 +36,8 @@ def block_bytes(spec: DecoderSpec, options: RunnerOptions, dtype: str, share: Sh
 def activation_bytes(spec: DecoderSpec) -> int:
     """Of each token of a step, at its widest: float32 rows and int8 copies. Buffers hold 512 tokens at most."""
     hidden = spec.hidden_size
-    return (4 * hidden + max(4 * hidden, *(mixer.width(hidden) for _, mixer in spec.mixers()))) * 4
+    given = 0 if spec.per_layer is None else spec.per_layer.columns
+    return (4 * hidden + given + max(4 * hidden, *(mixer.width(hidden) for _, mixer in spec.mixers()))) * 4
 
 
 def picture_bytes(spec: DecoderSpec) -> tuple[int, int]:

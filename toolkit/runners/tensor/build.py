@@ -124,7 +124,7 @@ class _Builder:
         self.kept[layer] = Attention(
             spec=spec,
             layer=layer,
-            qkv=self.linear(spec.q, spec.k, spec.v, *(() if spec.gate is None else (spec.gate,))),
+            qkv=self.linear(*spec.readers()),
             o=self.outer(spec.o),
             q_norm=self.head_norm(spec.q_norm),
             k_norm=self.head_norm(spec.k_norm),

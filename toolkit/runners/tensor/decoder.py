@@ -71,7 +71,8 @@ class Attention:
         if spec.gate is not None:
             qkv, gate = qkv.tensor_split((qkv.shape[1] - spec.gate.out_features,), 1)
         qkv = qkv if spec.clip is None else qkv.clamp(-spec.clip, spec.clip)
-        q, k, v = qkv.unflatten(1, (-1, spec.head_dim)).split([spec.heads, spec.kv_heads, spec.kv_heads], 1)
+        heads = qkv.unflatten(1, (-1, spec.head_dim))
+        q, k, v = heads[:, : spec.heads], heads[:, spec.heads :][:, : spec.kv_heads], heads[:, -spec.kv_heads :]
         cos, sin = (None, None) if spec.rope is None else step.rope[spec.rope]
         if spec.norm_last and cos is not None:
             q, k, cos, sin = self.ops.rope(q, cos, sin), self.ops.rope(k, cos, sin), None, None

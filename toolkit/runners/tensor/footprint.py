@@ -47,4 +47,5 @@ def activation_bytes(spec: DecoderSpec, size: int) -> int:
     to it are float32.
     """
     widest = max(mixer.width(spec.hidden_size) for _, mixer in spec.mixers())
-    return 12 * spec.hidden_size + (2 * spec.hidden_size + widest) * size
+    given = 0 if spec.per_layer is None else 2 * spec.per_layer.columns
+    return 12 * spec.hidden_size + (2 * spec.hidden_size + widest + given) * size

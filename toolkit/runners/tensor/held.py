@@ -23,11 +23,14 @@ def weight_bytes(spec: DecoderSpec, weights: Weights, place: Placement, adapters
     size = place.dtype.itemsize
     biases = {f"{linear.name}.bias" for linear in spec.linears()} | {f"{spec.head}.bias"}
     matrices = {linear.name for _, mixer in spec.mixers() for linear in mixer.matrices()}
+    factors = {s.factor for layer in spec.layers for s in layer.sublayers}  # numbers, no tensors
     total = adapter_bytes(adapters, size)
     total += sum(4 * norm.size for norm in spec.norms() if not norm.weight)  # of ones
     total += sum(4 * len(a.alibi.slopes) for _, a in spec.attention_layers() if a.alibi is not None)
     for name in weights:
         found = info_of(weights, name)
+        if name in factors:
+            continue
         if name.startswith(PREFIX):
             total += math.prod(found.shape) * size
         elif isinstance(found, Tensor):

@@ -61,7 +61,8 @@ class DummyWeights(Named[Weight | Tensor]):
             self._add(name, self._vector, (size,))
         for norm in spec.norms():
             self._add(norm.name, self._ones, (norm.heads * norm.size,), 1.0 - norm.weight_offset)
-        self._add(spec.embed, self._dense, (spec.vocab_size, spec.hidden_size))
+        for name, shape in {spec.embed: (spec.vocab_size, spec.hidden_size), **spec.tables()}.items():
+            self._add(name, self._dense, shape)
         of_head = head_settings(self._quantization, spec.head)
         if not spec.tied or of_head is not None:
             self._add(spec.head, self._linear, (spec.head_size, spec.hidden_size), of_head)

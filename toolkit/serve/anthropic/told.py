@@ -122,7 +122,7 @@ def _content(pieces: Iterable[Piece]) -> list[dict[str, Any]]:
 
 def _end(chat: Chat, last: Response) -> dict[str, Any]:
     """stop_reason and stop_sequence."""
-    if chat.answers[0].calls and last.finish_reason == "stop":
+    if chat.called(0, last):
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if last.finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}

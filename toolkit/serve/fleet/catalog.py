@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.model_cards import weight_files
 
 MODEL_MARKS = ("config.json", "engine.json")
+_LATER_PART = re.compile(r".+-(?!0*1-)\d{5}-of-\d{5}\.gguf")  # of a model in several files; the first stands for all
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ def _with_aliases(found: dict[str, Listed], aliases: Sequence[str]) -> list[List
 
 
 def _scanned(directory: Path) -> tuple[dict[str, Path], dict[str, tuple[Path, str]]]:
-    """(models by name, adapters by name with the name or path of their base) in a directory; hidden files and
-    what models see with left out."""
+    """(models by name, adapters by name with the name or path of their base) in a directory; hidden files, what
+    models see with and later parts of a file left out."""
     if not directory.is_dir():
         raise UsageError(f"--models-dir {directory}: expected a directory")
     models: dict[str, Path] = {}
@@ -86,7 +88,7 @@ def _scanned(directory: Path) -> tuple[dict[str, Path], dict[str, tuple[Path, st
     except OSError as error:
         raise UsageError(f"--models-dir {directory}: cannot be read ({error.strerror})") from error
     for path in paths:
-        if path.name.startswith(".") or path.match(EYES):
+        if path.name.startswith(".") or path.match(EYES) or _LATER_PART.fullmatch(path.name):
             continue
         if os.path.isfile(path) and path.suffix == ".gguf":  # which one that may not be looked into does not fail
             models[path.stem] = path.resolve()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
 
 from toolkit.configs.engine import EngineConfig
+from toolkit.errors import ToolkitError
 from toolkit.serve.background import Order, Server, Started, launch
 from toolkit.serve.fleet.catalog import Listed
 from toolkit.serve.options import ServerSettings
@@ -50,8 +52,8 @@ class Spare:
         self._closed = False
 
     def fill(self) -> None:
-        """Start one where there is none."""
-        with self._lock:
+        """Start one where there is none. Where the system has no process for it, whoever needs one is told."""
+        with self._lock, suppress(ToolkitError):
             if self._child is None and not self._closed:
                 self._child = Started()
 

@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.parsers.grammar import after_thought
-from toolkit.parsers.pieces import Answer, Parser, Piece
+from toolkit.parsers.pieces import Answer, Parser, Piece, is_whole
 from toolkit.parsers.thinking import Begun
 from toolkit.serve.fields.protocol import ChatCompletionRequest
 from toolkit.serve.generation.budget import closing_text
@@ -139,7 +139,12 @@ class Chat:
         request = self.request
         return reason if reason in (*(request.stop or ()), *(request.stop_token_ids or ())) else None
 
+    def called(self, index: int, delta: Response) -> bool:
+        """Whether a choice that ended with ``delta`` did so to have functions called, and not within a call, where a
+        stop word of the client's stood."""
+        calls = self.answers[index].calls
+        return delta.finish_reason == "stop" and bool(calls) and (delta.stop_reason is None or is_whole(calls[-1]))
+
     def finish_reason(self, index: int, delta: Response) -> str | None:
         """OpenAI's, of a choice that ended with ``delta``."""
-        called = delta.finish_reason == "stop" and self.answers[index].calls
-        return "tool_calls" if called else delta.finish_reason
+        return "tool_calls" if self.called(index, delta) else delta.finish_reason

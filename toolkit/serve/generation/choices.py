@@ -155,7 +155,7 @@ async def _run_one(
     state: ServerState, engine_id: str, choice: Choice, clock_of_all: RequestClock | None = None
 ) -> AsyncGenerator[Response, None]:
     """``clock_of_all``: of a choice that this is a part of; whoever has it books its end."""
-    user, rejected = current_user(), 0
+    user, rejected, generated = current_user(), 0, 0
     clock = clock_of_all or RequestClock(state.metrics, len(choice.token_ids), user.name)
     share = state.settings.key_share if user.rules.share is None else user.rules.share
     clock.reason = "abort"
@@ -177,12 +177,14 @@ async def _run_one(
     )
     try:
         async for response in stream:
-            clock.tokens_arrived(len(response.token_ids), response.cached_tokens)
+            more = max(0, response.generate_token_len - generated)  # the end token too, which is not shown
+            generated += more
+            clock.tokens_arrived(more, response.cached_tokens)
             if (held := account.get() or (stays.get() if response.routed_experts is not None else None)) is not None:
                 held.add(_bytes(response), user.id)
             wrong = response.rejected_tokens - rejected if choice.prediction else 0  # computed for nothing, as it asked
             rejected = response.rejected_tokens
-            state.quotas.spend(user, len(response.token_ids) + wrong)
+            state.quotas.spend(user, more + wrong)
             if response.finish_reason is not None:
                 clock.reason = response.finish_reason
                 _raise_if_failed(response, state.closing)

@@ -29,6 +29,7 @@ TYPE_OF_STATUS = {  # of others below 500 "invalid_request_error", then "server_
 }
 ANTHROPIC = "/v1/messages"  # its routes begin so
 OLLAMA = "/api/"  # likewise
+RESPONSES = "/v1/responses"  # likewise
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -80,10 +81,20 @@ class ApiError(Exception):
         """The envelope of Ollama's API."""
         return {"error": self.message}
 
+    def responses(self) -> dict[str, Any]:
+        """The envelope of the Responses API, which has ``input`` where a chat has messages, of other numbers."""
+        told = self.envelope()
+        if self.param is not None and self.param.partition(".")[0] == "messages":
+            rest = self.message.removeprefix(self.param)
+            told["error"] |= {"param": "input", "message": self.message if rest == self.message else f"input{rest}"}
+        return told
+
     def envelope_at(self, path: str) -> dict[str, Any]:
         """The envelope of the API that ``path`` belongs to."""
         if path.startswith(OLLAMA):
             return self.ollama()
+        if path.startswith(RESPONSES):
+            return self.responses()
         return self.anthropic() if path.startswith(ANTHROPIC) else self.envelope()
 
 

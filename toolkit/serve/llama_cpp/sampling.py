@@ -72,8 +72,8 @@ class LlamaSampling(Strict):
     @model_validator(mode="after")
     def _can_be_drawn(self) -> LlamaSampling:
         given = self.sampling()
-        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-        punished = any(given.get(name) not in (None, 0.0, 1.0) for name in penalties)
+        off = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+        punished = any(given.get(name) not in (None, none) for name, none in off.items())
         if punished and self.repeat_last_n not in (None, -1):
             raise ValueError(
                 f"repeat_last_n: penalties look at the whole text here; expected -1, found {shown(self.repeat_last_n)}"

@@ -97,7 +97,8 @@ class CompletionAnswer:
         is told of every token."""
         request, tokenizer = self.request, self.state.engine.tokenizer
         by_index = {choice.index: choice for choice in choices}
-        logprobs = {i: CompletionLogprobs(tokenizer, request.logprobs or 0) for i in by_index}
+        special = request.skip_special_tokens is False
+        logprobs = {i: CompletionLogprobs(tokenizer, request.logprobs or 0, special) for i in by_index}
         begun: set[int] = set()
         async with aclosing(run_choices(self.state, self.id, choices)) as stream:
             async for index, delta in stream:
@@ -142,7 +143,7 @@ class CompletionAnswer:
         text = prompt if isinstance(prompt, str) else self.state.engine.tokenizer.decode(prompt, skip)
         piece = None
         if self.request.logprobs is not None:
-            piece = logprobs.piece(choice.token_ids, delta.prompt_logprobs or [])
+            piece = logprobs.piece(choice.token_ids, delta.prompt_logprobs or [], text)
         return {**NOTHING, "text": text, "logprobs": piece}
 
     async def whole(self) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 
 class TokenBytes(Protocol):
+    @property
+    def special_ids(self) -> Collection[int]: ...
     def bytes_of(self, token_id: int) -> bytes: ...
 
 
@@ -77,25 +79,41 @@ def prompt_logprobs(
 
 
 class CompletionLogprobs:
-    """Builds the ``logprobs`` object of one completion choice, piece by piece."""
+    """Builds the ``logprobs`` object of one completion choice, piece by piece. ``special``: whether its text shows
+    special tokens."""
 
-    def __init__(self, tokenizer: TokenBytes, count: int) -> None:
+    def __init__(self, tokenizer: TokenBytes, count: int, special: bool = False) -> None:
         self.tokenizer = tokenizer
         self.count = count
+        self.special = special
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def piece(self, token_ids: Sequence[int], entries: Sequence[Mapping[int, float] | None]) -> dict[str, Any]:
-        """The object for the next tokens. An entry is None for the very first token of a prompt."""
+    def piece(
+        self, token_ids: Sequence[int], entries: Sequence[Mapping[int, float] | None], echoed: str | None = None
+    ) -> dict[str, Any]:
+        """The object for the next tokens. An entry is None for the very first token of a prompt, of which ``echoed`` is
+        the text."""
         tokens, logprobs, tops, offsets = [], [], [], []
         for token, entry in zip(token_ids, entries, strict=False):
             data = self.tokenizer.bytes_of(token)
             tokens.append(_text(data))
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(data))
+            self._offset += self._shown(token, self._decoder.decode(data), echoed)
             logprobs.append(None if entry is None else _number(entry.get(token, float("-inf"))))
             tops.append(None if entry is None else self._alternatives(token, entry))
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+    def _shown(self, token: int, text: str, echoed: str | None) -> int:
+        """Characters of a token that stand in the choice's text. The blank that some tokenizers put before a prompt
+        does not, nor do the special tokens around it."""
+        if echoed is None:
+            return len(text) if self.special or token not in self.tokenizer.special_ids else 0
+        if echoed.startswith(text, self._offset):
+            return len(text)
+        if token in self.tokenizer.special_ids:
+            return 0
+        return len(text) - (not self._offset and text.startswith(" "))
 
     def _alternatives(self, chosen: int, entry: Mapping[int, float]) -> dict[str, float]:
         """The best ``count`` and the chosen one; of two tokens that spell the same text the better one stays."""

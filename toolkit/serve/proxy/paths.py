@@ -18,8 +18,12 @@ KEPT = ("/v1/files", "/v1/batches")  # by one server, for the key that asked it
 ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # of one server, too: the others would not have them
 
 
+MOST_TARGET = 1 << 15  # bytes: what is sent has headers and an address besides, and a server takes 64 KiB of a head
+
+
 def forwarded(scope: Scope) -> str:
-    """The target (path and query) of a request that may go through. Raises HTTPException or ApiError 404 for others.
+    """The target (path and query) of a request that may go through. Raises HTTPException or ApiError 404 for others,
+    ApiError 414 for one that is too long.
 
     The path is looked at decoded, and what is sent is that path: a server must not read another one out of it.
     """
@@ -30,6 +34,9 @@ def forwarded(scope: Scope) -> str:
         text = "each server has adapters of its own; ask it itself, or put them into its --adapter-dir"
         raise ApiError(404, text, code="route_not_found")
     path, query = scope["path"], scope["query_string"].decode("latin-1")
+    if len(path.encode()) + len(query) > MOST_TARGET:
+        told = f"the target: expected at most {MOST_TARGET:,} bytes, found more; what is long goes into the body"
+        raise ApiError(414, told, code="target_too_long")
     plain = path.isprintable() and not any(sign in path for sign in "?#\\%")
     if not plain or not {".", ".."}.isdisjoint(path.split("/")) or httpx.URL(f"http://node{path}").path != path:
         raise HTTPException(404)

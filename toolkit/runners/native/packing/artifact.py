@@ -125,7 +125,8 @@ def of_first_alone(name: str) -> bool:
 def _wanted(spec: DecoderSpec) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
     """(name, rows, cols, kinds) of every parameter that the spec names."""
     matrix, one = (DENSE, INT), (VECTOR,)
-    yield spec.embed, spec.vocab_size, spec.hidden_size, matrix
+    for name, shape in {spec.embed: (spec.vocab_size, spec.hidden_size), **spec.tables()}.items():
+        yield name, *shape, matrix
     if not spec.tied:
         yield spec.head, spec.head_size, spec.hidden_size, matrix
     for x in spec.linears():

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 from starlette.types import ASGIApp
 
+from toolkit.configs.option import spelled
 from toolkit.errors import UsageError
 from toolkit.serve.generation.read import SMALL
 from toolkit.serve.http.access.users import work_of
@@ -24,6 +25,7 @@ from toolkit.serve.openai.batches.results import Results
 from toolkit.serve.openai.batches.seen import Seen
 
 AGAIN = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # seconds until a line that the server could not take is asked again
+QUEUE = spelled("max_queue").encode()  # is named where the queue is full, in a 429 alone
 LOOK_S = 0.1  # how often it is looked whether there is room for more, where no line ends
 BREATH = 256  # lines between which others have their turn, where lines cost no waiting
 
@@ -210,14 +212,17 @@ async def run(
 
 
 async def _answer(app: ASGIApp, url: str, body: bytes, turns: Turns) -> Answer:
-    """The answer to one line, asked again while the server cannot take it. Raises Stopped."""
-    for pause in (*AGAIN, None):
+    """The answer to one line, asked again while the server cannot take it: a few times, but as long as it lasts where
+    others fill the queue, which says nothing against the line and costs nothing. Raises Stopped."""
+    asked = begun = 0
+    while True:
         # A task of its own: the server has a request for as long, and sleep and new weights wait for all that it has.
         answer = await asyncio.create_task(ask(app, url, body))
-        if answer.status not in (429, 503) or pause is None:
-            break
+        begun += QUEUE not in answer.body
+        if answer.status not in (429, 503) or begun > len(AGAIN):
+            return answer
         if b'"code":"shutting_down"' in answer.body:
             raise Stopped
-        await asyncio.sleep(pause)
+        await asyncio.sleep(AGAIN[min(asked, len(AGAIN) - 1)])
+        asked += 1
         await turns.opened()
-    return answer

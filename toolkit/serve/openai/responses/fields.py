@@ -99,6 +99,13 @@ class Thought(Item):
     content: list[Part] | None = None
 
 
+class Referred(Item):
+    """Stands for an item of a response that is kept."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 class Skipped(Item):
     """Of what OpenAI's own tools did."""
 
@@ -112,6 +119,7 @@ _KINDS = {
     "function_call_output": "returned",
     "custom_tool_call_output": "returned",
     "reasoning": "thought",
+    "item_reference": "referred",
 }
 SKIPPED = frozenset(
     "web_search_call file_search_call computer_call computer_call_output image_generation_call code_interpreter_call "
@@ -131,6 +139,7 @@ AnyItem = Annotated[
     | Annotated[Called, Tag("called")]
     | Annotated[Returned, Tag("returned")]
     | Annotated[Thought, Tag("thought")]
+    | Annotated[Referred, Tag("referred")]
     | Annotated[Skipped, Tag("skipped")],
     Discriminator(_kind),
 ]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from toolkit.serve.openai.responses.fields import Called, Part, Picture, Returned, Said, Thought
+from pydantic import TypeAdapter
+
+from toolkit.configs.checks import shown
+from toolkit.serve.http.errors import bad_field
+from toolkit.serve.openai.responses.fields import AnyItem, Called, Part, Picture, Referred, Returned, Said, Thought
 
 Item = dict[str, Any]
+_ADAPTER: TypeAdapter[Any] = TypeAdapter(AnyItem)
 PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -26,6 +31,24 @@ def input_items(response_id: str, items: Sequence[Any]) -> list[Item]:
         {"id": f"{PREFIXES[fields['type']]}_{base}_in{i}", **fields, "status": "completed"}
         for i, fields in enumerate(known)
     ]
+
+
+def response_of(item_id: str) -> str:
+    """The id of the response that an item is of, by the item's own."""
+    return f"resp_{''.join(item_id.split('_')[1:2])}"
+
+
+def resolve(items: list[Any], known: Iterable[Item]) -> None:
+    """Put those of ``known`` in the places of what refers to them. Raises ApiError for one that is not there, or is
+    referred to twice: a request is to hold no more than what is kept."""
+    by_id = {item["id"]: item for item in known}
+    for i, item in enumerate(items):
+        if isinstance(item, Referred):
+            found = by_id.pop(item.id, None)
+            if found is None:
+                told = f"item {i}: {shown(item.id, 60)} is of no response that is kept here, or is referred to twice"
+                raise bad_field("input", told, "item_not_found")
+            items[i] = _ADAPTER.validate_python(found)
 
 
 def _fields(item: Any) -> Item:

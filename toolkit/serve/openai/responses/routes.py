@@ -21,8 +21,8 @@ from toolkit.serve.http.openapi.schema import EVENTS, answered, describe
 from toolkit.serve.http.replies import COMMENT, EventReply, JsonReply, Wire, json_response, named_event
 from toolkit.serve.openai import lists
 from toolkit.serve.openai.responses.asked import chat_request, conversation
-from toolkit.serve.openai.responses.fields import InputTokensRequest, ResponsesRequest
-from toolkit.serve.openai.responses.items import input_items
+from toolkit.serve.openai.responses.fields import InputTokensRequest, Referred, ResponsesRequest
+from toolkit.serve.openai.responses.items import input_items, resolve, response_of
 from toolkit.serve.openai.responses.kept import Kept
 from toolkit.serve.openai.responses.told import Told
 from toolkit.serve.state import ServerState
@@ -40,7 +40,7 @@ def _event(data: dict[str, Any]) -> bytes:
     return named_event(data)
 
 
-WIRE = Wire(_event, ApiError.envelope, ping=COMMENT)
+WIRE = Wire(_event, ApiError.responses, ping=COMMENT)
 
 
 @router.post(
@@ -50,7 +50,7 @@ WIRE = Wire(_event, ApiError.envelope, ping=COMMENT)
 async def responses(raw: Request) -> HttpResponse:
     state, asked, size = await parse(raw, ResponsesRequest)
     earlier, owner = _earlier(raw, asked), current_user().owner
-    request, talk, size = await _translated(state, asked, asked.model, size, earlier)
+    request, talk, size = await _translated(raw, asked, asked.model, size, earlier)
     state.admit(request, request.token_limit)
     chat = Chat(state, request, size, f"resp_{uuid.uuid4().hex}")
 
@@ -72,7 +72,7 @@ async def responses(raw: Request) -> HttpResponse:
 )
 async def input_tokens(raw: Request) -> HttpResponse:
     state, asked, size = await parse(raw, InputTokensRequest)
-    request, _, size = await _translated(state, asked, asked.model or state.model_name, size, _earlier(raw, asked))
+    request, _, size = await _translated(raw, asked, asked.model or state.model_name, size, _earlier(raw, asked))
     state.check_ready(request.model, waits=False)
     token_ids, *_ = await encode_chat(state, request, size, "input_tokens", limited=False)
     return json_response({"object": "response.input_tokens", "input_tokens": len(token_ids)})
@@ -96,15 +96,20 @@ def _earlier(raw: Request, asked: ResponsesRequest | InputTokensRequest) -> Kept
 
 
 async def _translated(
-    state: ServerState, asked: ResponsesRequest | InputTokensRequest, model: str, size: int, earlier: Kept | None
+    raw: Request, asked: ResponsesRequest | InputTokensRequest, model: str, size: int, earlier: Kept | None
 ) -> tuple[ChatCompletionRequest, list[dict[str, Any]], int]:
     """The request of the chat API; its conversation without the instructions; the bytes of both requests and of what
     is kept."""
+    state: ServerState = raw.app.state.server
     before = [] if earlier is None else earlier.messages
-    size += 0 if earlier is None else earlier.size
+    ids = dict.fromkeys(response_of(item.id) for item in asked.input or () if isinstance(item, Referred))
+    named = [kept for id in ids if (kept := _mine(raw, id)) is not None]
+    size += sum(kept.size for kept in (*named, *([] if earlier is None else [earlier])))
     talk: list[dict[str, Any]] = []
 
     def translate() -> ChatCompletionRequest:
+        if ids:
+            resolve(asked.input or [], (item for kept in named for item in (*kept.items, *kept.response["output"])))
         talk.extend((*before, *conversation(asked.input or ())))
         return chat_request(asked, model, talk)
 

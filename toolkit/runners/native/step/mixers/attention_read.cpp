@@ -111,12 +111,13 @@ Mixer read_attention(const Record& r, Program& prog) {
     const int64_t hidden = prog.hidden;
     a.q = r.routed("q", a.heads * a.head_dim, hidden);
     a.k = r.routed("k", a.kv_heads * a.head_dim, hidden);
-    a.v = r.routed("v", a.kv_heads * a.head_dim, hidden);
+    if (r.has("v")) a.v = r.routed("v", a.kv_heads * a.head_dim, hidden);
     a.gate = r.maybe_linear("gate", a.heads * a.head_dim, hidden);
     a.o = r.routed("o", hidden, a.heads * a.head_dim);
     a.q_norm = r.norm("q_norm", a.head_dim, a.heads);
     a.k_norm = r.norm("k_norm", a.head_dim, a.kv_heads);
     a.v_norm = r.norm("v_norm", a.head_dim);
+    if (!a.v.present() && (a.norm_last || a.wide(a.k_norm))) r.fail("v", "missing where keys are changed in place");
     a.sinks = r.vector("sinks", a.heads);
     a.key_mean = r.vector("key_mean", a.kv_heads * a.head_dim);
     if (a.key_mean && (a.sinks || a.softcap > 0 || a.sink_tokens)) r.fail("key_mean", "where it would change what tokens weigh");

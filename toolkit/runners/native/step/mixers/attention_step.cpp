@@ -89,7 +89,7 @@ void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
     const int64_t flat = first + t, seq = seq_of[size_t(t)], hd = a.head_dim;
     const float* q = w.qkv + t * w.qkv_ld;
     const float* k = q + a.q.w.tiles() * LANES;
-    const float* v = k + a.k.w.tiles() * LANES;
+    const float* v = a.v.present() ? k + a.k.w.tiles() * LANES : k;  // else values are what keys were before all that follows
     float *row = own.head_row, *value = own.head_row + a.dpad;
     std::memset(row, 0, size_t(a.dpad) * 8);
     const int64_t half = a.rope >= 0 && !a.norm_last ? p.ropes[size_t(a.rope)].rotary / 2 : 0;

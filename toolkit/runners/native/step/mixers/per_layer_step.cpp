@@ -54,7 +54,7 @@ void Run::gate_rows(const PerLayer& m, const InputBuffer& from, Range rows, Rang
         const Range some{t0, std::min(t0 + step, tiles.last)};
         const int64_t at = some.first * LANES, n = std::min(some.last * LANES, m.mid.width) - at;
         Store to;
-        to.out = own.stripe;
+        to.out = own.stripe - some.first * LANES;  // as if all tiles were there
         to.ld = (some.last - some.first) * LANES;
         linear(m.gate, from, rows.first, rows.last - rows.first, some, to);
         for (int64_t t = rows.first; t < rows.last; t++) {
