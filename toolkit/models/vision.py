@@ -101,16 +101,16 @@ class Stage:
     """One step of a projector, from rows to rows.
 
     "rms", "layer": a norm with ``eps``, ``offset`` added to its weight, without one where it has no name; "linear";
-    "matrix": a linear stored [inputs, outputs] under the bare name; "standard": (√inputs · x - bias) · scale; "gated": silu(gate_proj(x)) · up_proj(x); "gelu", "gelu_tanh"; "merge": each
-    ``factor`` × ``factor`` rows of the picture's grid become one, the numbers of one row after those of another;
-    "merge_turned": so, but column after column; "merge_channels": as "merge", each number of a row beside that of its
-    neighbours; "pool": their mean; "lines": the rows of all tiles put together, as ``VisionSpec.join`` says;
-    "resample": ``rows`` learned queries attend to all rows with ``heads`` heads, keys with the sines of their row and
-    column, norms with ``eps``, behind them a square matrix; ``placed``: with learned places instead, those of keys
-    resized by curves and those of queries added too; "beside": the linear ``name`` of what the tower ``high`` gives
-    stands before the numbers of each row; "attend": the mean of each ``factor`` × ``factor`` rows attends to them with
-    ``heads`` heads; "mine": to each row is added what it finds in the cells, of ``rows`` numbers, that the tower
-    ``fine`` gives for its place.
+    "matrix": a linear stored [inputs, outputs] under the bare name; "standard": (√inputs · x - bias) · scale; "gated":
+    silu(gate_proj(x)) · up_proj(x); "gelu", "gelu_tanh"; "merge": each ``factor`` × ``factor`` rows of the picture's
+    grid become one, the numbers of one row after those of another; "merge_turned": so, but column after column;
+    "merge_channels": as "merge", each number of a row beside that of its neighbours; "pool": their mean; "lines": the
+    rows of all tiles put together, as ``VisionSpec.join`` says; "resample": ``rows`` learned queries attend to all rows
+    with ``heads`` heads, keys with the sines of their row and column, norms with ``eps``, behind them a square matrix;
+    ``placed``: with learned places instead, those of keys resized by curves and those of queries added too; "beside":
+    the linear ``name`` of what the tower ``high`` gives stands before the numbers of each row; "attend": the mean of
+    each ``factor`` × ``factor`` rows attends to them with ``heads`` heads; "mine": to each row is added what it finds
+    in the cells, of ``rows`` numbers, that the tower ``fine`` gives for its place.
     """
 
     kind: Literal[
@@ -174,9 +174,10 @@ class VisionSpec:
     those of a picture but the first and the last have one position. ``deep``: more rows of each picture, of which those
     of branch i are added behind layer i of the language model (Meng et al., "DeepStack", 2024); they stand beside the
     others, number after number. ``mutual``: tokens of pictures that stand together see each other, those behind them
-    too, but in layers of ``AttentionSpec.strict``; ``most``: so many at most, 0: as many as the tower's grid has. ``crossed``: a picture takes one place, and its rows none; cross layers read them for the tokens from there to
-    the next picture, of pictures side by side the rows of all. ``high``: a second tower, which reads a larger form of
-    each picture, ``fine``: one that does, and that the tokens of the first ask. ``overlap``: tiles share so many tokens
+    too, but in layers of ``AttentionSpec.strict``; ``most``: so many at most, 0: as many as the tower's grid has.
+    ``crossed``: a picture takes one place, and its rows none; cross layers read them for the tokens from there to the
+    next picture, of pictures side by side the rows of all. ``high``: a second tower, which reads a larger form of each
+    picture, ``fine``: one that does, and that the tokens of the first ask. ``overlap``: tiles share so many tokens
     along each inner side with those beside, ``extra``: vectors of tokens that stand around and between lines.
     ``routed``: linears of the language model that tokens of pictures have otherwise, ``routed_last``: the last one of
     each too. ``language``: the family of the language model inside.

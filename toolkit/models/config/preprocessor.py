@@ -197,7 +197,7 @@ def area_recipe(tower: Fields, config: Fields) -> Recipe:
 
 
 def shown_numbers(config: Fields) -> Fields:
-    """Gemma 4's, for ``colours``: the tower takes what its processor gives to -1 … 1, and that norms where it is told."""
+    """Gemma 4's, for ``colours``: its tower takes what the processor gives to -1 … 1, and that norms if told to."""
     norms = config.flag("do_normalize", False)
     mean, std = ((_three(config, name, (x,) * 3) if norms else (x,) * 3) for name, x in SHOWN)
     ours = {"image_mean": [m + s / 2 for m, s in zip(mean, std, strict=True)], "image_std": [s / 2 for s in std]}

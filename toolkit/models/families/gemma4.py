@@ -7,14 +7,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import fill_recipe, shown_numbers
 from toolkit.models.config.videos import shown_as
 from toolkit.models.decoder import Built
 from toolkit.models.families.gemma4_text import FULL, SLIDES
 from toolkit.models.family import Family, Tiny
+from toolkit.models.mmproj import Clip, Mmproj
 from toolkit.models.pictures import Recipe
-from toolkit.models.spec import DecoderSpec, Part, StoredTensor
+from toolkit.models.spec import Part, StoredTensor
 from toolkit.models.spec.decoder import Mixer
 from toolkit.models.towers import activation, language_of, seeing, side, stored_vision
 from toolkit.models.videos import Video
@@ -90,7 +94,7 @@ def _tower(vision: Fields) -> Tower:
 
 
 def _as_stored(item: StoredTensor, tower: Tower) -> StoredTensor:
-    """The rows of q and k in their order on disk: there each half of a head turns by itself, the first by the column."""
+    """Rows of q and k in their order on disk: there each half of a head turns by itself, the first by the column."""
     name = item.parts[0].name
     if not any(f".{x}" in name for x in ("q.", "k.", "q_norm.", "k_norm.")):
         return item
@@ -125,7 +129,7 @@ def build(config: Fields) -> Built:
     token = config.integer("image_token_id", default=258_880, high=spec.vocab_size - 1)
     made = VisionSpec(tower, projector, token, mutual=mutual, most=most)
     if mutual:
-        spec: DecoderSpec = spec.changed(lambda _, s: replace(s, mixer=_strict(s.mixer)))
+        spec = spec.changed(lambda _, s: replace(s, mixer=_strict(s.mixer)))
     shapes: dict[str, tuple[int, ...]] = {
         "vision.patch.weight": (tower.hidden, 3 * tower.patch**2),
         "vision.position": (2, tower.sides, tower.hidden),
@@ -172,6 +176,55 @@ def video(config: Fields, preprocessor: Fields, recipe: Recipe) -> Video:
     return shown_as(shown_numbers(preprocessor), recipe, changes, said="{clock} {picture}", between=" ")
 
 
+SCALE = "projector.scale_factor"
+NAMES = {
+    "standard.bias": "v.std_bias",
+    "standard.scale": "v.std_scale",
+    "embedding_projection": "mm.input_projection",
+}
+LAYER = {f"{x}_clip": f"v.blk.{{}}.attn_{x}" for x in "qkv"} | {"o_clip": "v.blk.{}.attn_out"}
+LAYER |= {f"{x}_clip": f"v.blk.{{}}.ffn_{x}" for x in ("gate", "up", "down")}
+LAYER |= {"after1": "v.blk.{}.attn_post_norm", "after2": "v.blk.{}.ffn_post_norm"}
+
+
+def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
+    heads, patch, pooled = clip.whole("attention.head_count"), clip.whole("patch_size"), clip.whole(SCALE, 3)
+    vision = {
+        "model_type": "gemma4_vision",
+        "hidden_size": clip.whole("embedding_length"),
+        "intermediate_size": clip.inner,
+        "num_hidden_layers": clip.whole("block_count"),
+        "num_attention_heads": heads,
+        "head_dim": clip.whole("embedding_length") // heads,
+        "patch_size": patch,
+        "pooling_kernel_size": pooled,
+        "position_embedding_size": clip.rows("v.position_embd.weight"),
+        "rms_norm_eps": clip.number("attention.layer_norm_epsilon"),
+        "use_clipped_linears": clip.has("v.blk.0.attn_q.input_max"),
+        "standardize": clip.has("v.std_scale"),
+    }
+    tokens = clip.whole("image_max_pixels", TOKENS * (patch * pooled) ** 2) // (patch * pooled) ** 2
+    vision["default_output_length"] = tokens
+    fields = {"vision_config": vision, "image_token_id": clip.token("<|image|>")}
+    return fields, {"max_soft_tokens": tokens, "do_normalize": True}
+
+
+def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
+    if vision.tower.theta != 100.0 or vision.tower.activation != "gelu_tanh":
+        raise ToolkitError("gguf: llama.cpp's gemma4v has a rope_theta of 100 and gelu_pytorch_tanh")
+    mean, std = np.array(recipe.mean, np.float32), np.array(recipe.std, np.float32)
+    found: dict[str, Any] = {
+        "image_size": 224,  # which tells nothing
+        "image_mean": mean - std,  # what the tower does to them comes there on top
+        "image_std": 2 * std,
+    }
+    if recipe.most != TOKENS * recipe.unit**2:
+        found["image_max_pixels"] = recipe.most
+    if vision.merge != 3:
+        found[SCALE] = vision.merge
+    return {f"clip.vision.{key}": value for key, value in found.items()}
+
+
 ROPE = {
     SLIDES: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
@@ -191,7 +244,7 @@ VISION = dict(
     num_hidden_layers=2,
     num_attention_heads=2,
     num_key_value_heads=2,
-    head_dim=12,
+    head_dim=16,
     patch_size=7,
     position_embedding_size=256,
     rms_norm_eps=0.01,
@@ -221,9 +274,9 @@ FAMILY = Family(
     build,
     (
         _tiny(SMALL, dict(use_clipped_linears=True)),
-        _tiny(LARGE, dict(standardize=True, default_output_length=70)),
+        _tiny(LARGE, dict(hidden_size=24, head_dim=12, standardize=True, default_output_length=70)),
     ),
-    "gguf: not yet",
+    Mmproj("gemma4v", NAMES, _read, _write, "gemma4", tower=LAYER, as_stored=True),
     recipe=recipe,
     video=video,
     blind="gemma4_text",

@@ -201,7 +201,7 @@ def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     cap = file.number("final_logit_softcapping", 30.0)  # what llama.cpp takes where a file is silent
     experts = {"num_experts": "expert_count", "top_k_experts": "expert_used_count"}
     experts |= {"moe_intermediate_size": "expert_feed_forward_length"}
-    mixed = file.has("expert_count")
+    mixed, given = file.has("expert_count"), file.stated("embedding_length_per_layer_input", 0)
     return {
         "layer_types": [SLIDES if each else FULL for each in slides],
         "sliding_window": file.whole("attention.sliding_window"),
@@ -214,9 +214,10 @@ def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "num_kv_shared_layers": shared,
         "intermediate_size": inner[0],
         "use_double_wide_mlp": inner[-1] == 2 * inner[0],
-        "hidden_size_per_layer_input": file.stated("embedding_length_per_layer_input", 0),
+        "hidden_size_per_layer_input": given,
         "vocab_size_per_layer_input": file.rows("per_layer_token_embd.weight") or config["vocab_size"],
         "final_logit_softcapping": cap or None,
+        "use_bidirectional_attention": None if given else "vision",  # no key tells; llama.cpp knows them by their width
         "enable_moe_block": mixed,
         **({name: file.whole(key) for name, key in experts.items()} if mixed else {}),
         "rope_parameters": {
