@@ -32,7 +32,15 @@ from toolkit.vision.eyes import Eyes
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library does not run here")
 FAMILIES = [(name, 0) for name in ("llava", "qwen2_5_vl", "mistral3", "qwen_vl", "glm4v_9b", "cogvlm", "mllama")]
-FAMILIES += [("deepseek_vl_hybrid", 0), ("molmo", 0), ("mgm", 0), ("mgm", 1), ("internvl_chat", 2)]
+FAMILIES += [
+    ("deepseek_vl_hybrid", 0),
+    ("molmo", 0),
+    ("mgm", 0),
+    ("mgm", 1),
+    ("internvl_chat", 2),
+    ("gemma4", 0),
+    ("gemma4", 1),
+]
 
 
 class Towers:

@@ -37,6 +37,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llava", {"do_pad": True}),
     ("llava", {"size": 28, "crop_size": 28}),
     ("gemma3", SCANS),
+    ("gemma4", {"max_soft_tokens": 140, "do_normalize": True, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 1, 1]}),
     ("internlmxcomposer2-1", {}),
     ("internlmxcomposer2-2", {}),
     ("mgm-1", {}),

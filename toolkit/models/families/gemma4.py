@@ -246,7 +246,7 @@ VISION = dict(
     num_key_value_heads=2,
     head_dim=16,
     patch_size=7,
-    position_embedding_size=256,
+    position_embedding_size=512,
     rms_norm_eps=0.01,
 )
 TOKEN_IDS = dict(image_token_id=5, boi_token_id=6, eoi_token_id=7)
