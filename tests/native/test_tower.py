@@ -111,7 +111,8 @@ def test_rows_are_those_of_torch(isa: str, towers: Towers, monkeypatch: pytest.M
         found = towers.native(bits).encode(several)
         assert [rows.shape for rows in found] == [rows.shape for rows in expected]
         errors[bits] = distance(np.concatenate(found), np.concatenate(expected))
-    assert errors[32] < 1e-5 and errors[16] < 0.02 and (5e-4 < errors[8] < 0.1 or not towers.vision.tower.taken)
+    close = 0.04 if towers.vision.tower.clipped else 0.02  # where scores are large; torch's bfloat16 is off by 0.046
+    assert errors[32] < 1e-5 and errors[16] < close and (5e-4 < errors[8] < 0.1 or not towers.vision.tower.taken)
 
 
 @pytest.mark.parametrize("bits", [16, 8])
