@@ -167,12 +167,12 @@ def _check_tokens(config: Fields, preprocessor: Fields, tokens: int) -> None:
 
 
 def video(config: Fields, preprocessor: Fields, recipe: Recipe) -> Video:
-    """Frames by themselves, 32 of any video, each after its minute and second."""
+    """Frames by themselves, up to 32 of a video, each behind its minute and second."""
     vision = config.inner("vision_config")
     frames = fill_recipe(vision, preprocessor, _pooled(vision), OF_A_FRAME)
     _check_tokens(config, preprocessor, frames.most // frames.unit**2)
     changes = {"most": frames.most}
-    preprocessor = preprocessor.filled({"fps": 120.0})
+    preprocessor = preprocessor.filled({"fps": 24.0})  # what frames without times have; 32 are taken of any longer one
     return shown_as(shown_numbers(preprocessor), recipe, changes, said="{clock} {picture}", between=" ")
 
 

@@ -140,6 +140,8 @@ class AttentionSpec(MixerSpec):
         sound.expect("block", self.block == 1 or self.window is None, self.block, "1 beside a window")
         odd = self.chunked or self.block > 1 or self.softcap is not None or self.sinks is not None
         sound.expect("mutual", not (self.mutual and odd), self.mutual, "false beside chunked, block, softcap or sinks")
+        ahead = self.mutual or self.block > 1
+        sound.expect("strict", not (self.strict and ahead), self.strict, "false where tokens see those behind them")
         plain = self.alibi is None or not (self.mutual and self.alibi.rounded)
         sound.expect("alibi", plain, "rounded", "none that is rounded where tokens see each other")
         if self.alibi is not None:
