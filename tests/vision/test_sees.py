@@ -372,7 +372,7 @@ def test_a_model_without_eyes_says_so(tiny_models: Any, support: Any) -> None:
     assert Eyes.open(tiny_models("llama")) is None
 
 
-@pytest.mark.parametrize("family", ["llava", "llama4", "mgm", "qwen3_5_moe", "internlmxcomposer2"])
+@pytest.mark.parametrize("family", ["llava", "llama4", "mgm", "qwen3_5_moe", "internlmxcomposer2", "gemma4"])
 def test_quantizing_leaves_the_tower_as_it_is(family: str, tiny_models: Any, tmp_path: Path, support: Any) -> None:
     """And says so to other tools."""
     text = tmp_path / "calibration.txt"

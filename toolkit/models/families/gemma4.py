@@ -14,7 +14,7 @@ from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import fill_recipe, shown_numbers
 from toolkit.models.config.videos import shown_as
 from toolkit.models.decoder import Built
-from toolkit.models.families.gemma4_text import FULL, SLIDES
+from toolkit.models.families.gemma4_text import FULL, ROPES, SLIDES
 from toolkit.models.family import Family, Tiny
 from toolkit.models.mmproj import Clip, Mmproj
 from toolkit.models.pictures import Recipe
@@ -225,10 +225,6 @@ def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
     return {f"clip.vision.{key}": value for key, value in found.items()}
 
 
-ROPE = {
-    SLIDES: {"rope_type": "default", "rope_theta": 10_000.0},
-    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-}
 TEXT = dict(
     model_type="gemma4_text",
     head_dim=16,
@@ -236,7 +232,7 @@ TEXT = dict(
     num_hidden_layers=4,
     layer_types=[SLIDES, FULL] * 2,
     vocab_size_per_layer_input=320,
-    rope_parameters=ROPE,
+    rope_parameters=ROPES,
 )
 VISION = dict(
     hidden_size=32,

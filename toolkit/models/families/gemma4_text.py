@@ -239,6 +239,10 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
     local_rope, full_rope = local.rope, full.rope
     assert local_rope is not None and full_rope is not None
     table = spec.per_layer
+    if spec.vision is not None and spec.vision.mutual == (table is not None):
+        raise ToolkitError(
+            "gguf: llama.cpp lets tokens of pictures see each other in models without per-layer embeddings"
+        )
     mlps = [mlps[-1] for mlps in (layer.sublayers[1].mixer.mlps() for layer in spec.layers)]
     return {
         "attention.head_count_kv": _each([a.kv_heads for a in seen]),
