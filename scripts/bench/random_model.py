@@ -7,8 +7,8 @@
     python scripts/bench/random_model.py DIR --layers 1 --length 40960                long contexts, read quickly
 
 Shapes: 1b, 7b and 8b are Llama-3.2-1B's, Llama-2-7B's and Llama-3.1-8B's, moe, v2-lite, qwen3-next and lfm2
-Qwen3-30B-A3B's, DeepSeek-V2-Lite's, Qwen3-Next-80B-A3B's and LFM2-1.2B's with fewer layers, experts or words. The
-tokenizer is the demo model's, cut to the vocabulary.
+Qwen3-30B-A3B's, DeepSeek-V2-Lite's, Qwen3-Next-80B-A3B's and LFM2-1.2B's with fewer layers, experts or words,
+gemma4-e2b Gemma 4 E2B's. The tokenizer is the demo model's, cut to the vocabulary.
 """
 
 from __future__ import annotations
@@ -126,6 +126,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "tie_word_embeddings": True,
         "rope_theta": 1000000.0,
+    },
+    "gemma4-e2b": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 35,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
     },
 }
 GROUP = 64

@@ -254,9 +254,9 @@ def test_a_gpu_that_runs_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     found = lines("9.0")
     assert found["turbomind"] == "runs" and found["CUDA kernels"] == "run"
     assert found["memory"].startswith("139.0 GiB free: models of about 70.")
-    assert found["paged_attention, head_dim 64, 80, 96, 112, 128, 192, 256"] == "triton"
+    assert found["paged_attention, head_dim 64, 80, 96, 112, 128, 192, 256, 512"] == "triton"
     assert found["paged_attention, latent rows of 288, 576"] == "triton"
-    assert found["paged_attention, head_dim 512"] == "torch (triton takes head_dim up to 256 in steps of 8, not this)"
+    assert found["paged_attention, head_dim 640"] == "torch (triton takes head_dim up to 512 in steps of 8, not this)"
     assert found["linear_group_int, groups of 32, 64, 128, a whole row"] == "cuda"
     odd = found["linear_group_int, groups of 16, 96"]
     assert odd == "triton (cuda takes groups of 32, 64, 128 … inputs or one for all, not this)"

@@ -8,7 +8,7 @@ from typing import Any
 GIB = 1 << 30
 OWN_BYTES = 3 * GIB // 2  # of CUDA, kernels, graphs and a small KV cache, beside a model's weights
 SHARE = 0.95  # of free memory that may be planned with
-HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512, 640)
 LATENT_ROWS = (288, 576)  # numbers of a row: MiniCPM 3; DeepSeek, Kimi K2 and GLM-4.7-Flash
 GROUPS = (16, 32, 64, 96, 128, -1)  # -1: one scale a row
 INPUTS = 4032 * 64  # of a linear that every size of group divides

@@ -113,6 +113,7 @@ def _rope_kv_write() -> Iterator[Call]:
     shapes += [(128, 128, 32, 8, form, norms) for form in CACHES for norms in (False, True)]
     shapes += [(64, 64, 32, 8, "float", False), (64, 64, 32, 8, "int4", False), (80, 32, 32, 32, "int4", False)]
     shapes += [(96, 96, 32, 32, "int8", False), (256, 256, 8, 4, "float", False), (256, 256, 8, 4, "int4", False)]
+    shapes += [(512, 512, 8, 1, "float", True), (512, 512, 8, 1, "int4", True)]
     for dim, turned, heads, kv_heads, form, norms in shapes:
 
         def write(dtype, dim=dim, turned=turned, heads=heads, kv_heads=kv_heads, form=form, norms=norms):
@@ -134,7 +135,7 @@ STEPS = {"decode": ((1,) * 64, (4096,) * 64), "prefill": ((2048,), (4096,)), "mi
 def _attention() -> Iterator[Call]:
     window, cap, sinks = {"window": 1024}, {"softcap": 50.0}, {"sinks": True}
     shapes: list[tuple[int, int, dict[str, Any]]] = [(128, 4, {}), (64, 4, {}), (64, 8, window | sinks)]
-    shapes += [(256, 2, window | cap), (80, 1, {}), (96, 1, {}), (128, 4, window)]
+    shapes += [(256, 2, window | cap), (80, 1, {}), (96, 1, {}), (128, 4, window), (512, 8, {})]
     shapes += [(128, 5, {"window": 8192, "chunked": True}), (128, 1, {"alibi": True}), (128, 4, {"block": 4})]
     for dim, group, options in shapes:
         for form in CACHES:

@@ -120,6 +120,7 @@ def _rows(kind: str, group: int, dim: int, form: _Form, q: Tensor) -> int:
     if q.dtype == torch.float32:  # no tensor cores: for parity alone
         return max(16, power_of_2(group))
     large = 64 if dim > 128 or (form.element == (1, 1) and not from_shared(capability_of(q.device))) else 128
+    large = 32 if dim > 256 else large
     return max({"decode": 16, "mixed": min(64, large), "prefill": large}[kind], power_of_2(group))
 
 
@@ -162,6 +163,8 @@ def _registers(
     if capability_of(q.device) < 90 and kind != "decode" and not alibi:
         return 128 if dim <= 64 and choice["warps"] == 8 and not form.name.startswith("int") else 255
     decodes = kind == "decode" and choice["warps"] == 4 and choice["keys"] <= 64
+    if dim > 256:
+        return None  # shared memory has room for two blocks at most
     if capability_of(q.device) >= 100:
         return 128 if decodes and dim <= 64 and sinks and form.name == "float" else None
     if decodes and form.pairs:

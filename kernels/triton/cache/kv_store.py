@@ -9,12 +9,14 @@ from ...op import Target
 from ..codes import cast, round_even
 from .cache_codes import float8_bytes
 
+LONGEST = 512  # numbers of a head
+
 
 def head_dim_reason(target: Target) -> str | None:
     """Why the cache kernels cannot run with the target's head_dim and cache, or None."""
     dim, bits, cache = target.traits.get("head_dim"), target.traits.get("bits", 0), target.traits.get("cache")
-    if dim is not None and (dim > 256 or dim % 8):
-        return f"takes head_dim up to 256 in steps of 8, not {dim}"
+    if dim is not None and (dim > LONGEST or dim % 8):
+        return f"takes head_dim up to {LONGEST} in steps of 8, not {dim}"
     if bits not in (0, 4, 8):
         return f"takes a KV cache of 0 (not quantized), 4 or 8 bits, not {bits}"
     if cache not in (None, "float8_e4m3fn", "float8_e5m2"):

@@ -37,6 +37,7 @@ from toolkit.models.gguf import EXPERTS, PLAIN, Gguf, Layout
 from toolkit.models.mtp import NEXTN, Mtp, as_nextn
 from toolkit.models.spec import AttentionSpec, DecoderSpec, Part, StoredTensor
 
+AT_ONCE = 1 << 28  # numbers of a matrix that are rounded at once: Gemma 4's tables have nine times as many
 Load = Callable[[StoredTensor], tuple[Weight | Tensor, Tensor | None]]
 """A stored module → (canonical weight or plain tensor, bias or None), as ``weights.load_stored`` gives it."""
 
@@ -114,20 +115,27 @@ class Export:
             numbers = value.float() * self.folded.get(name, 1.0) + piece.add
             numbers = -numbers.exp() if piece.layout.decay else numbers
             return numbers.contiguous().numpy().view(np.uint8).reshape(-1)
+        size = max(1, AT_ONCE // value.shape[1])
+        rows = [slice(at, at + size) for at in range(0, value.shape[0], size)]
         if not piece.rounded:
-            exact = fit(value, piece.kind)
-            assert exact is not None, (name, piece.kind)
-            return to_blocks(piece.kind, exact)
-        dense = value.dequantize()
-        if name in self.folded:
-            dense = dense * self.folded[name].reshape(-1, 1)
+            exact = [fit(value if len(rows) == 1 else value.take_rows(some), piece.kind) for some in rows]
+            assert all(one is not None for one in exact), (name, piece.kind)
+            return np.concatenate([to_blocks(piece.kind, one) for one in exact if one is not None])
         importance = self.importance.get(name)
         if importance is not None and piece.layout.columns:
             importance = importance[list(piece.layout.columns)]
-        rounded = quantize(dense, piece.kind, importance, name, search)
-        norm = float(dense.norm())
-        self.errors[name] = float((rounded.dequantize() - dense).norm()) / norm if norm else 0.0
-        return to_blocks(piece.kind, rounded)
+        found, lost, all_of_it = [], 0.0, 0.0
+        for some in rows:
+            dense = (value if len(rows) == 1 else value.take_rows(some)).dequantize()
+            if name in self.folded:
+                factors = self.folded[name].reshape(-1, 1)
+                dense = dense * (factors if len(factors) == 1 else factors[some])
+            rounded = quantize(dense, piece.kind, importance, name, search)
+            lost += float((rounded.dequantize() - dense).norm()) ** 2
+            all_of_it += float(dense.norm()) ** 2
+            found.append(to_blocks(piece.kind, rounded))
+        self.errors[name] = (lost / all_of_it) ** 0.5 if all_of_it else 0.0
+        return np.concatenate(found)
 
 
 def _shape(piece: Piece) -> tuple[int, ...]:
