@@ -121,7 +121,7 @@ DISAGREE = "config.json and weights disagree"
     [
         (key(f"{T}.tokens", 5), f"{T}.tokens: expected a list of texts, found 5"),
         (key(f"{T}.tokens", None), f"{T}.tokens is missing: the file has no tokenizer"),
-        (key(f"{T}.model", "bert"), f"{T}.model: expected gpt2 or llama, found 'bert'"),
+        (key(f"{T}.model", "bert"), f"{T}.model: expected gpt2, llama or gemma4, found 'bert'"),
         (key(f"{T}.model", "llama"), f"{T}.scores: expected 320 entries, found nothing"),
         (key(f"{T}.token_type", [1, 1]), f"{T}.token_type: expected 320 entries, found 2"),
         (key(f"{T}.token_type", None), f"{T}.token_type: expected 320 entries, found nothing"),
@@ -189,7 +189,9 @@ def test_an_architecture_that_has_no_experts() -> None:
 
 
 VISION, POSITIVE = "clip.vision", "expected a positive whole number"
-PROJECTORS = "gemma3, glm4v, idefics3, internvl, llama4, mlp, resampler, pixtral, qwen2.5vl_merger, qwen2vl_merger"
+PROJECTORS = (
+    "gemma3, gemma4v, glm4v, idefics3, internvl, llama4, mlp, resampler, pixtral, qwen2.5vl_merger, qwen2vl_merger"
+)
 
 
 @pytest.fixture(scope="module")

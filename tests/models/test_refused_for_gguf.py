@@ -172,6 +172,12 @@ def test_what_no_architecture_computes() -> None:
             {"spatial_merge_size": 1},
             "llama.cpp's towers of Qwen-VL join 2 x 2 patches, of 2 frames each",
         ),
+        (
+            "gemma4",
+            {},
+            {"hidden_activation": "gelu", "patch_size": 16, "position_embedding_size": 1024},
+            "llama.cpp's gemma4v has a rope_theta of 100 and gelu_pytorch_tanh",
+        ),
     ],
 )
 def test_eyes_that_llama_cpp_has_not(family: str, fields: dict[str, Any], inner: dict[str, Any], told: str) -> None:

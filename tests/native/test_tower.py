@@ -32,7 +32,15 @@ from toolkit.vision.eyes import Eyes
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library does not run here")
 FAMILIES = [(name, 0) for name in ("llava", "qwen2_5_vl", "mistral3", "qwen_vl", "glm4v_9b", "cogvlm", "mllama")]
-FAMILIES += [("deepseek_vl_hybrid", 0), ("molmo", 0), ("mgm", 0), ("mgm", 1), ("internvl_chat", 2)]
+FAMILIES += [
+    ("deepseek_vl_hybrid", 0),
+    ("molmo", 0),
+    ("mgm", 0),
+    ("mgm", 1),
+    ("internvl_chat", 2),
+    ("gemma4", 0),
+    ("gemma4", 1),
+]
 
 
 class Towers:
@@ -103,7 +111,8 @@ def test_rows_are_those_of_torch(isa: str, towers: Towers, monkeypatch: pytest.M
         found = towers.native(bits).encode(several)
         assert [rows.shape for rows in found] == [rows.shape for rows in expected]
         errors[bits] = distance(np.concatenate(found), np.concatenate(expected))
-    assert errors[32] < 1e-5 and errors[16] < 0.02 and (5e-4 < errors[8] < 0.1 or not towers.vision.tower.taken)
+    close = 0.04 if towers.vision.tower.clipped else 0.02  # where scores are large; torch's bfloat16 is off by 0.046
+    assert errors[32] < 1e-5 and errors[16] < close and (5e-4 < errors[8] < 0.1 or not towers.vision.tower.taken)
 
 
 @pytest.mark.parametrize("bits", [16, 8])

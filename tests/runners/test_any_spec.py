@@ -88,6 +88,7 @@ OF_PICTURES = {
     "seen",
     "cross",
     "pad",
+    "strict",
 }  # texts have none: tests of families and vision have these
 NOT_VARIED = {"slopes", "kind", "family", "vocab_size", "max_position", "embed", "head", "shard", "group"}
 NOT_VARIED |= {"float16", "doubled"}  # they decide something as a model is opened: no executor reads them

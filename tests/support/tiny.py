@@ -288,6 +288,10 @@ def _randomize(model: Any, generator: Any) -> None:
         for name, b in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 b.copy_(0.3 * torch.randn(b.shape, generator=generator))
+            if name.endswith(("std_bias", "std_scale")):
+                b.copy_(1 + 0.5 * torch.randn(b.shape, generator=generator))
+            if name.endswith(("put_min", "put_max")):  # some numbers are beyond
+                b.copy_((0.5 + torch.rand(b.shape, generator=generator)) * (-1 if name.endswith("min") else 1))
 
 
 def _tokenizer(settings: dict[str, Any], tokens: tuple[str, ...] = ()) -> Any:

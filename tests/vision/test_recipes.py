@@ -37,6 +37,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llava", {"do_pad": True}),
     ("llava", {"size": 28, "crop_size": 28}),
     ("gemma3", SCANS),
+    ("gemma4", {"max_soft_tokens": 140, "do_normalize": True, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 1, 1]}),
     ("internlmxcomposer2-1", {}),
     ("internlmxcomposer2-2", {}),
     ("mgm-1", {}),
@@ -86,9 +87,18 @@ def test_numbers_are_the_authors(name: str, changes: dict[str, Any], size: tuple
         pixels = pixels[0, 0, : theirs["num_tiles"][0][0]]
     if recipe.kind == "area":
         pixels = unfolded(pixels, theirs["image_grid_thw"][0], tiny.preprocessor.get("patch_size", 14))
+    if recipe.kind == "fill":
+        pixels = laid_out(pixels[0], theirs["image_position_ids"][0], tiny.preprocessor["patch_size"])
     if mine.more is not None:
         np.testing.assert_allclose(mine.more, theirs["high_res_pixel_values"], atol=1e-3, rtol=0)
     np.testing.assert_allclose(mine.pixels, pixels.reshape(-1, *pixels.shape[-3:]), atol=1e-3, rtol=0)
+
+
+def laid_out(patches: np.ndarray, places: np.ndarray, side: int) -> np.ndarray:
+    """The picture of flat patches, colours last, by their (column, row), as Gemma 4's tower scales it."""
+    columns, rows = places.max(0) + 1
+    grid = patches[: rows * columns].reshape(rows, columns, side, side, 3)
+    return 2 * grid.transpose(4, 0, 2, 1, 3).reshape(1, 3, rows * side, columns * side) - 1
 
 
 def unfolded(patches: np.ndarray, grid: np.ndarray, side: int) -> np.ndarray:

@@ -61,7 +61,7 @@ class Clip(Protocol):
         """Empty where the file has none."""
 
     def rows(self, tensor: str) -> int:
-        """Of a matrix."""
+        """Of a matrix, or of each in a stack."""
 
     @property
     def inner(self) -> int:
@@ -121,6 +121,8 @@ class Mmproj:
             stem = JOINED if self.joined and part in ("q", "k", "v") else tower[part]
             return ".".join([stem.format(number), *rest])
         if part == "projector":
+            if (whole := self.names.get(".".join(rest))) is not None:
+                return whole
             return ".".join([self.names[rest[0]], *rest[1:]]) if rest[0] in self.names else self._deep(rest)
         if part == "deep":
             branch, part, *rest = rest

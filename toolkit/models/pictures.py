@@ -28,16 +28,17 @@ class Recipe:
     into tiles of ``size``, and the whole), "tiles" (the grid of ``least`` to ``most`` tiles nearest in ratio, and the
     whole behind them), "split" (the long side to ``long``, cut into tiles of ``size``, and the whole behind), "fit"
     (the long side to at most ``long``, both to multiples of ``unit``), "area" (both to multiples of ``unit``, ``least``
-    to ``most`` pixels in all; one with a side below ``short`` is enlarged first), "lined" (the long side as many tiles
-    as there can be of ``most``, white up to whole ones, and the whole of that before; ``below``: white behind alone,
-    and no more tiles than it has by itself), "slices" (the grid of up to ``most`` slices nearest in ratio, all in their
-    own ratio and of about ``size`` pixels, and so the whole before), "framed" (as "anyres", in the mean colour where it
-    does not reach, the whole too; of many pictures each is one tile besides), "mined" (the middle of a square of
-    ``high`` pixels, and made of it by lines ``most`` × ``most`` tiles of ``size``, before them the ``whole`` of those),
-    "overlap" (the grid of up to ``most`` tiles that needs least change, black where it does not reach, tiles
-    ``overlap`` tokens over the edges between them, and so the whole before). Sizes are (height, width). ``unit``:
-    pixels along a side of what one token tells. ``resample``: Pillow's number of the filter. Numbers are ``(value / 255
-    - mean) / std``, ``rounded``: in bfloat16.
+    to ``most`` pixels in all; one with a side below ``short`` is enlarged first), "fill" (as large as ``most`` pixels
+    and multiples of ``unit`` let both be, about in its own ratio), "lined" (the long side as many tiles as there can be
+    of ``most``, white up to whole ones, and the whole of that before; ``below``: white behind alone, and no more tiles
+    than it has by itself), "slices" (the grid of up to ``most`` slices nearest in ratio, all in their own ratio and of
+    about ``size`` pixels, and so the whole before), "framed" (as "anyres", in the mean colour where it does not reach,
+    the whole too; of many pictures each is one tile besides), "mined" (the middle of a square of ``high`` pixels, and
+    made of it by lines ``most`` × ``most`` tiles of ``size``, before them the ``whole`` of those), "overlap" (the grid
+    of up to ``most`` tiles that needs least change, black where it does not reach, tiles ``overlap`` tokens over the
+    edges between them, and so the whole before). Sizes are (height, width). ``unit``: pixels along a side of what one
+    token tells. ``resample``: Pillow's number of the filter. Numbers are ``(value / 255 - mean) / std``, ``rounded``:
+    in bfloat16.
 
     ``mark``: what stands for a picture in what a chat template has written; ``written``: what is written for one where
     the template writes none; ``token``: what the rows take the place of. ``spelled``: how a mark is spelled: "plain"
@@ -67,6 +68,7 @@ class Recipe:
         "split",
         "fit",
         "area",
+        "fill",
         "lined",
         "slices",
         "framed",
@@ -137,7 +139,7 @@ class Picture:
 
 def most_patches(recipe: Recipe, merge: int) -> int:
     """That a tower reads of one picture at most, whatever is asked for, ``merge`` × ``merge`` of them a token."""
-    if recipe.kind in ("fit", "area"):
+    if recipe.kind in ("fit", "area", "fill"):
         tokens = (recipe.long // recipe.unit) ** 2 if recipe.kind == "fit" else recipe.most // recipe.unit**2
         return max(tokens, 1) * merge**2
     tile = recipe.size[0] * recipe.size[1]

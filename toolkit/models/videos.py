@@ -21,8 +21,9 @@ class Video:
     stands by itself.
 
     ``said``: what is written for a picture of it: {picture} as any is spelled, {tokens}, {number} from 1 on, {first}
-    whole seconds of its first frame, {seconds} mean of its first and last. ``between``: behind all but the last.
-    ``around``: what stands before and behind all of them, instead of what stands around a picture.
+    whole seconds of its first frame, {clock} those as minutes and seconds, {seconds} mean of its first and last.
+    ``between``: behind all but the last. ``around``: what stands before and behind all of them, instead of what stands
+    around a picture.
     """
 
     fps: float = 2.0

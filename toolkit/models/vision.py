@@ -11,12 +11,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from toolkit.base.record import later
 from toolkit.models.fine import FineTower, fine_tensors
 from toolkit.models.high import HighTower, high_tensors
 from toolkit.models.routed import Routed, routed_tensors
 
 Shapes = dict[str, tuple[int, ...]]
 PREFIX = "vision."  # of every canonical name
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")  # of a linear that is clipped
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,11 @@ class Tower:
     windows within which all layers attend but those of ``full``; 0 = none. ``tiles``: a picture is so many tiles at
     most, in one of the ``shapes`` (rows, columns), and each tile attends to all: learned vectors tell where it stands,
     and behind the last norm ``over_all`` more layers follow, what they add weighted by one number; what left the layers
-    ``gathered`` stands beside their output, number by number.
+    ``gathered`` stands beside their output, number by number. ``sides``: so many places are learned for columns, and as
+    many for rows; of both each patch has its own added. ``by_head``: q and k are normed head by head, all by the same
+    weight, values too and by none. ``norm_both``: what a layer adds is normed as well as what it reads. ``scale``
+    multiplies q·k, 0: 1 / √head_dim. ``clipped``: what linears of layers read and give is kept within ``BOUNDS`` that
+    are stored beside each.
     """
 
     layers: int
@@ -78,6 +84,11 @@ class Tower:
     shapes: tuple[tuple[int, int], ...] = ()
     over_all: int = 0
     gathered: tuple[int, ...] = ()
+    sides: int = later(0)
+    by_head: bool = later(False)
+    norm_both: bool = later(False)
+    scale: float = later(0.0)
+    clipped: bool = later(False)
 
     @property
     def outputs(self) -> int:
@@ -89,17 +100,17 @@ class Tower:
 class Stage:
     """One step of a projector, from rows to rows.
 
-    "rms", "layer": a norm with ``eps``, ``offset`` added to its weight; "linear"; "matrix": a linear stored [inputs,
-    outputs] under the bare name; "gated": silu(gate_proj(x)) · up_proj(x); "gelu", "gelu_tanh"; "merge": each
-    ``factor`` × ``factor`` rows of the picture's grid become one, the numbers of one row after those of another;
-    "merge_turned": so, but column after column; "merge_channels": as "merge", each number of a row beside that of its
-    neighbours; "pool": their mean; "lines": the rows of all tiles put together, as ``VisionSpec.join`` says;
-    "resample": ``rows`` learned queries attend to all rows with ``heads`` heads, keys with the sines of their row and
-    column, norms with ``eps``, behind them a square matrix; ``placed``: with learned places instead, those of keys
-    resized by curves and those of queries added too; "beside": the linear ``name`` of what the tower ``high`` gives
-    stands before the numbers of each row; "attend": the mean of each ``factor`` × ``factor`` rows attends to them with
-    ``heads`` heads; "mine": to each row is added what it finds in the cells, of ``rows`` numbers, that the tower
-    ``fine`` gives for its place.
+    "rms", "layer": a norm with ``eps``, ``offset`` added to its weight, without one where it has no name; "linear";
+    "matrix": a linear stored [inputs, outputs] under the bare name; "standard": (√inputs · x - bias) · scale; "gated":
+    silu(gate_proj(x)) · up_proj(x); "gelu", "gelu_tanh"; "merge": each ``factor`` × ``factor`` rows of the picture's
+    grid become one, the numbers of one row after those of another; "merge_turned": so, but column after column;
+    "merge_channels": as "merge", each number of a row beside that of its neighbours; "pool": their mean; "lines": the
+    rows of all tiles put together, as ``VisionSpec.join`` says; "resample": ``rows`` learned queries attend to all rows
+    with ``heads`` heads, keys with the sines of their row and column, norms with ``eps``, behind them a square matrix;
+    ``placed``: with learned places instead, those of keys resized by curves and those of queries added too; "beside":
+    the linear ``name`` of what the tower ``high`` gives stands before the numbers of each row; "attend": the mean of
+    each ``factor`` × ``factor`` rows attends to them with ``heads`` heads; "mine": to each row is added what it finds
+    in the cells, of ``rows`` numbers, that the tower ``fine`` gives for its place.
     """
 
     kind: Literal[
@@ -119,6 +130,7 @@ class Stage:
         "beside",
         "attend",
         "mine",
+        "standard",
     ]
     name: str = ""
     inputs: int = 0
@@ -162,9 +174,10 @@ class VisionSpec:
     those of a picture but the first and the last have one position. ``deep``: more rows of each picture, of which those
     of branch i are added behind layer i of the language model (Meng et al., "DeepStack", 2024); they stand beside the
     others, number after number. ``mutual``: tokens of pictures that stand together see each other, those behind them
-    too. ``crossed``: a picture takes one place, and its rows none; cross layers read them for the tokens from there to
-    the next picture, of pictures side by side the rows of all. ``high``: a second tower, which reads a larger form of
-    each picture, ``fine``: one that does, and that the tokens of the first ask. ``overlap``: tiles share so many tokens
+    too, but in layers of ``AttentionSpec.strict``; ``most``: so many at most, 0: as many as the tower's grid has.
+    ``crossed``: a picture takes one place, and its rows none; cross layers read them for the tokens from there to the
+    next picture, of pictures side by side the rows of all. ``high``: a second tower, which reads a larger form of each
+    picture, ``fine``: one that does, and that the tokens of the first ask. ``overlap``: tiles share so many tokens
     along each inner side with those beside, ``extra``: vectors of tokens that stand around and between lines.
     ``routed``: linears of the language model that tokens of pictures have otherwise, ``routed_last``: the last one of
     each too. ``language``: the family of the language model inside.
@@ -190,10 +203,13 @@ class VisionSpec:
     routed: tuple[Routed, ...] = ()
     routed_last: bool = True
     language: str = ""
+    most: int = later(0)
 
     @property
     def together(self) -> int:
         """Tokens that see each other both ways, 0 where none do."""
+        if self.most:
+            return self.most if self.mutual else 0
         rows, columns = self.tower.grid
         return (rows // self.merge) * (columns // self.merge) if self.mutual else 0
 
@@ -227,6 +243,8 @@ def tensors(spec: VisionSpec) -> Shapes:
         found["vision.class"] = (tower.hidden,)
     if tower.positions == "learned" or tower.stretched:
         found["vision.position"] = (tower.grid[0] * tower.grid[1] + tower.class_token, tower.hidden)
+    if tower.sides:
+        found["vision.position"] = (2 * tower.sides, tower.hidden)
     if tower.tiles:
         _tiles(found, tower)
     if spec.high is not None:
@@ -272,7 +290,9 @@ def _stage(found: Shapes, stage: Stage) -> None:
             _linear(found, f"{name}.{part}", stage.inputs, stage.outputs, stage.bias)
     elif stage.kind == "matrix":
         found[name] = (stage.inputs, stage.outputs)
-    elif stage.kind in ("rms", "layer"):
+    elif stage.kind == "standard":
+        found |= {f"{name}.{part}": (stage.inputs,) for part in ("bias", "scale")}
+    elif stage.kind in ("rms", "layer") and name:
         found[f"{name}.weight"] = (stage.inputs,)
         if stage.kind == "layer":
             found[f"{name}.bias"] = (stage.inputs,)
@@ -319,15 +339,21 @@ def _layer(found: Shapes, name: str, tower: Tower) -> None:
     _norm(found, f"{name}.norm1", tower)
     for part in ("q", "k", "v"):
         _linear(found, f"{name}.{part}", tower.hidden, width, tower.qkv_bias)
-    if tower.qk_norm:
-        found |= {f"{name}.{part}_norm.weight": (width,) for part in ("q", "k")}
+    if tower.qk_norm or tower.by_head:
+        size = tower.head_dim if tower.by_head else width
+        found |= {f"{name}.{part}_norm.weight": (size,) for part in ("q", "k")}
     _linear(found, f"{name}.o", width, tower.hidden, tower.o_bias)
     _norm(found, f"{name}.norm2", tower)
-    for part in ("gate", "up") if tower.gated else ("up",):
+    mlp = ("gate", "up") if tower.gated else ("up",)
+    for part in mlp:
         _linear(found, f"{name}.{part}", tower.hidden, tower.inner, tower.mlp_bias)
     _linear(found, f"{name}.down", tower.inner, tower.hidden, tower.mlp_bias)
     if tower.scaled:
         found |= {f"{name}.scale{k}": (tower.hidden,) for k in (1, 2)}
+    for k in (1, 2) if tower.norm_both else ():
+        _norm(found, f"{name}.after{k}", tower)
+    for part in ("q", "k", "v", "o", *mlp, "down") if tower.clipped else ():
+        found |= {f"{name}.{part}_clip.{bound}": (1,) for bound in BOUNDS}
 
 
 def _linear(found: Shapes, name: str, inputs: int, outputs: int, bias: bool) -> None:

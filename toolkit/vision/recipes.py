@@ -89,7 +89,7 @@ def _rounded(tile: Tile, mean: tuple[float, ...], std: tuple[float, ...]) -> NDA
 
 
 def _tokens(recipe: Recipe, grid: Size, size: Size, tiles: int) -> int:
-    if recipe.kind in ("fit", "area"):
+    if recipe.kind in ("fit", "area", "fill"):
         return grid[0] * grid[1]
     if recipe.kind == "canvas":
         return 1
@@ -293,6 +293,17 @@ def _area(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]
     return [resized(image, (rows * unit, columns * unit), recipe.resample)], (rows, columns)
 
 
+def _fill(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
+    unit, most = recipe.unit, recipe.most // recipe.unit**2
+    scale = math.sqrt(recipe.most / (image.height * image.width))
+    rows, columns = (math.floor(side * scale / unit) for side in (image.height, image.width))
+    if not rows:
+        rows, columns = 1, min(image.width // image.height, most)
+    elif not columns:
+        rows, columns = min(image.height // image.width, most), 1
+    return [resized(image, (rows * unit, columns * unit), recipe.resample)], (rows, columns)
+
+
 _KINDS: dict[str, Callable[[Recipe, Image, bool], tuple[Sequence[Tile], Size]]] = {
     "square": square,
     "crop": crop,
@@ -306,6 +317,7 @@ _KINDS: dict[str, Callable[[Recipe, Image, bool], tuple[Sequence[Tile], Size]]] 
     "split": _split,
     "fit": _fit,
     "area": _area,
+    "fill": _fill,
     "framed": _framed,
     "lined": lined,
     "overlap": overlapping,

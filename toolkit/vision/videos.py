@@ -210,6 +210,7 @@ def _framed(recipe: Recipe, video: Video, clip: Clip, i: int, count: int, pictur
         tokens=recipe.token * picture.tokens,
         number=i + 1,
         first=int(first),
+        clock=f"{int(first) // 60:02d}:{int(first) % 60:02d}",
         seconds=(first + last) / 2,
     )
     pooled = None if picture.frame is None else picture.frame.pooled

@@ -76,9 +76,9 @@ class _Clip(Keys):
 
     def rows(self, tensor: str) -> int:
         info = self.tensors.get(tensor)
-        if info is None or len(info.shape) != 2:
+        if info is None or len(info.shape) not in (2, 3):
             raise ToolkitError(f"{self.path}: tensor {tensor}: expected a matrix, found {info}")
-        return info.shape[0]
+        return info.shape[-2]
 
     @property
     def inner(self) -> int:
@@ -128,7 +128,11 @@ class Eyes:
 
         shapes = tensors(spec)
         if self.spelling.as_stored:
-            return self._numbers(spec, item.parts[0].name, shapes).reshape(item.shape)
+            name = item.parts[0].name
+            found = self._numbers(spec, name, shapes)
+            if name == "vision.patch.weight" and spec.tower.patch_last:
+                found = found.reshape(spec.tower.hidden, 3, -1).transpose(1, 2)
+            return found.reshape(item.shape)
         parts = [self._canonical(spec, part.name, shapes).reshape(-1) for part in item.parts]
         wide = parts if len({part.dtype for part in parts}) == 1 else [part.float() for part in parts]
         return torch.cat(wide).reshape(item.shape)

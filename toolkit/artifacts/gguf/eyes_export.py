@@ -103,13 +103,20 @@ def _pieces(
                 target = spelling.spelled(name, vision)
             except KeyError:
                 raise ToolkitError(f"gguf: {name} has no place in llama.cpp's {spelling.projector}") from None
-            shape = item.shape if spelling.as_stored else _shape([item.parts[i].name for i in parts], vision, spelling)
+            shape = _shape([item.parts[i].name for i in parts], vision, spelling)
+            if spelling.as_stored and not _patch_last(name, vision):
+                shape = item.shape or (1,)
             kind = _kind(checkpoint, item, name, shape, target, spelling)
             for frame in range(vision.tower.frames if name == "vision.patch.weight" else 1):
                 entry = Entry(target + (f".{frame}" if frame else ""), shape, kind)
                 yield _Piece(entry, _reader(checkpoint, item, parts, vision, spelling, entry, frame))
     for target, values in (spelling.more(vision) if spelling.more is not None else {}).items():
         yield _Piece(Entry(target, values.shape, "F32"), partial(torch.from_numpy, values))
+
+
+def _patch_last(name: str, vision: VisionSpec) -> bool:
+    """Whether numbers of a patch stand pixel by pixel, which there stand colour by colour."""
+    return name == "vision.patch.weight" and vision.tower.patch_last
 
 
 def _together(item: StoredTensor, spelling: Mmproj) -> list[range]:
@@ -160,6 +167,8 @@ def _reader(
         name, found = item.parts[parts[0]].name, _numbers(checkpoint, item, parts, spelling)
         if name == "vision.patch.weight" and vision.tower.frames > 1:
             found = found.reshape(vision.tower.hidden, 3, vision.tower.frames, -1)[:, :, frame]
+        if _patch_last(name, vision):
+            found = found.reshape(vision.tower.hidden, -1, 3).transpose(1, 2)
         found = found.reshape(entry.shape[::-1]).T if name in spelling.turned else found.reshape(entry.shape)
         if spelling.heads and name.split(".")[3:4] in (["q"], ["k"]):
             found = found[torch.from_numpy(np.argsort(row_order(found.shape[0], vision.tower.heads)))]

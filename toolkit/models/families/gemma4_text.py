@@ -201,7 +201,7 @@ def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     cap = file.number("final_logit_softcapping", 30.0)  # what llama.cpp takes where a file is silent
     experts = {"num_experts": "expert_count", "top_k_experts": "expert_used_count"}
     experts |= {"moe_intermediate_size": "expert_feed_forward_length"}
-    mixed = file.has("expert_count")
+    mixed, given = file.has("expert_count"), file.stated("embedding_length_per_layer_input", 0)
     return {
         "layer_types": [SLIDES if each else FULL for each in slides],
         "sliding_window": file.whole("attention.sliding_window"),
@@ -214,9 +214,10 @@ def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "num_kv_shared_layers": shared,
         "intermediate_size": inner[0],
         "use_double_wide_mlp": inner[-1] == 2 * inner[0],
-        "hidden_size_per_layer_input": file.stated("embedding_length_per_layer_input", 0),
+        "hidden_size_per_layer_input": given,
         "vocab_size_per_layer_input": file.rows("per_layer_token_embd.weight") or config["vocab_size"],
         "final_logit_softcapping": cap or None,
+        "use_bidirectional_attention": None if given else "vision",  # no key tells; llama.cpp knows them by their width
         "enable_moe_block": mixed,
         **({name: file.whole(key) for name, key in experts.items()} if mixed else {}),
         "rope_parameters": {
@@ -238,6 +239,10 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
     local_rope, full_rope = local.rope, full.rope
     assert local_rope is not None and full_rope is not None
     table = spec.per_layer
+    if spec.vision is not None and spec.vision.mutual == (table is not None):
+        raise ToolkitError(
+            "gguf: llama.cpp lets tokens of pictures see each other in models without per-layer embeddings"
+        )
     mlps = [mlps[-1] for mlps in (layer.sublayers[1].mixer.mlps() for layer in spec.layers)]
     return {
         "attention.head_count_kv": _each([a.kv_heads for a in seen]),
@@ -316,7 +321,7 @@ SIZES = dict(
 FAMILY = Family(
     "gemma4_text",
     "Gemma 4 E2B, E4B, 26B-A4B, 31B (text)",
-    ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+    ("Gemma4ForCausalLM",),
     build,
     (
         Tiny(SIZES | dict(num_hidden_layers=6, layer_types=[SLIDES, FULL] * 3, num_kv_shared_layers=3,

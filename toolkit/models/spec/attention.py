@@ -28,6 +28,7 @@ class AttentionSpec(MixerSpec):
     lowers scores by the distance on both sides (BERT, ModernBERT, jina v2).
     ``sink_tokens`` s: beside a window w of (p - w, p], where p is s + w or more, the first s positions are seen, as by
     a query at s + w - 1: as if they stood right before the window; below, p sees all (StreamingLLM).
+    ``strict``: tokens of a picture see none behind them here, whatever ``VisionSpec.mutual`` says.
     ``v`` may be ``k``: values are then what keys were before norm and rope. ``v_norm``: of each head of them (Gemma 4).
     """
 
@@ -56,6 +57,7 @@ class AttentionSpec(MixerSpec):
     mutual: bool = later(False)
     sink_tokens: int = later(0)
     v_norm: NormSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
+    strict: bool = later(False)
     kind: Literal["attention"] = "attention"
 
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -138,6 +140,8 @@ class AttentionSpec(MixerSpec):
         sound.expect("block", self.block == 1 or self.window is None, self.block, "1 beside a window")
         odd = self.chunked or self.block > 1 or self.softcap is not None or self.sinks is not None
         sound.expect("mutual", not (self.mutual and odd), self.mutual, "false beside chunked, block, softcap or sinks")
+        ahead = self.mutual or self.block > 1
+        sound.expect("strict", not (self.strict and ahead), self.strict, "false where tokens see those behind them")
         plain = self.alibi is None or not (self.mutual and self.alibi.rounded)
         sound.expect("alibi", plain, "rounded", "none that is rounded where tokens see each other")
         if self.alibi is not None:

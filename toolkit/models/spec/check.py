@@ -21,7 +21,7 @@ _MAY_BE_ZERO |= {"position_rows", "type_rows", "sink_tokens", "turning", "source
 WIDENING = ("linear", "matrix", "gated", "resample", "attend")
 _MAY_BE_ZERO_IN_VISION = {"grid", "window", "full", "inputs", "outputs", "image_token", "most_tiles", "layer"}
 _MAY_BE_ZERO_IN_VISION |= {"tiles", "over_all", "gathered", "rows", "heads", "overlap", "extra", "also", "rank"}
-_MAY_BE_ZERO_IN_VISION |= {"layers", "taken"}
+_MAY_BE_ZERO_IN_VISION |= {"layers", "taken", "sides", "most"}
 
 
 def check_spec(spec: DecoderSpec) -> None:
@@ -134,7 +134,7 @@ def _vision(vision: VisionSpec, spec: DecoderSpec) -> None:
     alone = all(a.softcap is None and a.sinks is None and a.alibi is None for _, a in spec.attention_layers())
     sound.expect("mutual", not vision.mutual or alone, vision.mutual, "false beside softcap, sinks or alibi")
     for _, a in spec.attention_layers():
-        sees = a.window is None or (vision.together <= a.window and not a.chunked)
+        sees = a.window is None or a.strict or (vision.together <= a.window and not a.chunked)
         sound.expect("window", not vision.mutual or sees, a.window, f"at least {vision.together}, a picture's tokens")
     for projector in (vision.projector, *(branch.projector for branch in vision.deep)):
         _projector(projector, tower.outputs, spec.hidden_size)
@@ -148,8 +148,9 @@ def _projector(stages: tuple[Stage, ...], width: int, hidden: int) -> None:
             width *= stage.factor**2
         elif stage.kind == "beside":
             width += stage.outputs
-        elif stage.kind in (*WIDENING, "rms", "layer"):
-            sound.expect(stage.name, bool(stage.name) and stage.inputs == width, stage.inputs, f"{width} inputs")
+        elif stage.kind in (*WIDENING, "rms", "layer", "standard"):
+            named = bool(stage.name) or (stage.kind == "rms" and not stage.offset)
+            sound.expect(stage.name, named and stage.inputs == width, stage.inputs, f"{width} inputs")
             width = stage.outputs if stage.kind in WIDENING else width
     sound.expect("projector", width == hidden, width, f"{hidden} outputs, the hidden size")
 

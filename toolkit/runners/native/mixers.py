@@ -44,6 +44,7 @@ def attention(a: AttentionSpec, t: Tensors) -> Record:
         "chunked": a.chunked,
         "sink_tokens": a.sink_tokens,
         "mutual": a.mutual,
+        "strict": a.strict,
         "group": a.group,
         "scale": a.scale,
         "softcap": a.softcap or 0.0,

@@ -108,7 +108,7 @@ class Attention:
         if spec.q_scale is not None:
             q = (q * step.q_scales[spec.q_scale]).to(q.dtype)
         y = see_whole_texts(q, cache, step, spec, scales) if spec.mutual else self._attend(q, cache, step, turned=True)
-        if len(step.batch.mutual):
+        if len(step.batch.mutual) and not spec.strict:
             see_both_ways(y, q, cache, step.batch, spec, scales)
         y = y.flatten(1)
         return self.o(y if gate is None else y * torch.sigmoid(gate))
@@ -116,7 +116,7 @@ class Attention:
     def find(self, q: Tensor, step: StepContext) -> Tensor:
         """What queries [T, heads, head_dim] of another layer find in this one's cache."""
         y = self._attend(q, step.cache.layers[self.layer, self.spec.group], step, turned=False)
-        if len(step.batch.mutual):
+        if len(step.batch.mutual) and not self.spec.strict:
             cache = step.cache.layers[self.layer, self.spec.group]
             see_both_ways(y, q, cache, step.batch, self.spec, self.scales if cache.is_float8 else (1.0, 1.0))
         return y

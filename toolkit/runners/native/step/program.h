@@ -93,6 +93,7 @@ struct Attention {
     Vector alibi;            // slopes of heads, divided by `scale` unless rounded
     float alibi_rounded = 0; // what rounded products are multiplied by; 0 = they are not rounded
     bool mutual = false;     // tokens see those behind them too, within the window
+    bool strict = false;     // none sees one behind it, whatever a step says
     float clip = 0;          // projections stay within it; 0 = none
     bool norm_last = false;  // q and k are normed when they are turned
     int q_form = 0;          // what queries are multiplied by, by position: 0 nothing, 1 "floor", 2 "log" (QueryScale)

@@ -197,7 +197,7 @@ private:
     // The position behind the last that a token sees; rows are seen from behind alone.
     int64_t reach(const Attention& a, int64_t seq, int64_t flat) const {
         const int64_t at = position_of(seq, flat);
-        if (!in.reach || a.rows) return at + 1;
+        if (!in.reach || a.rows || a.strict) return at + 1;
         return a.mutual && a.window ? std::min<int64_t>(in.reach[flat], at + a.window) : in.reach[flat];
     }
     Range tiles_of(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const;

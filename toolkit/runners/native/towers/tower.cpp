@@ -35,6 +35,7 @@ Tower::Scratch::Scratch(const TowerProgram& p, const Ops& ops) {
         qkv_ld = std::max(qkv_ld, 3 * l->q.w.tiles() * LANES);
         tmp_ld = std::max(tmp_ld, pad16(s.outputs));
         dpad = std::max(dpad, l->dpad);
+        if (l->clipped) gate_ld = std::max(gate_ld, l->mlp.up.w.tiles() * LANES);
         for (const Linear& f : l->far) measure({&f}), far_ld = std::max(far_ld, 2 * f.w.tiles() * LANES);
     }
     linear = take<uint8_t>(linear_bytes);
@@ -42,6 +43,7 @@ Tower::Scratch::Scratch(const TowerProgram& p, const Ops& ops) {
     mid = input(TOWER_PART, mid_width);
     qkv = take<float>(TOWER_PART * qkv_ld);
     tmp = take<float>(TOWER_PART * tmp_ld);
+    if (gate_ld) gate = take<float>(TOWER_PART * gate_ld);
     if (far_ld) far = take<float>(TOWER_PART * far_ld);
     head = take<float>(2 * LANES * dpad);
     scores = take<float>(attn_scratch(QUERY_ROWS, dpad));

@@ -13,9 +13,26 @@
 
 namespace tk {
 
+// What a linear's inputs and outputs are kept within.
+struct Bounds {
+    float lowest = 0, highest = 0, least = 0, most = 0;
+    void enter(float* x, int64_t n) const { keep(x, n, lowest, highest); }
+    void leave(float* x, int64_t n) const { keep(x, n, least, most); }
+
+private:
+    static void keep(float* x, int64_t n, float low, float high) {
+        for (int64_t i = 0; i < n; i++) x[i] = x[i] < low ? low : x[i] > high ? high : x[i];
+    }
+};
+
 struct TowerLayer {
-    Norm norm1, norm2, q_norm, k_norm;  // of q and k all heads at once
+    Norm norm1, norm2, after1, after2;  // after: of what a half of the layer adds; may be absent
+    Norm q_norm, k_norm, v_norm;        // of all heads at once, or of each (by_head); v_norm of each
     Linear q, k, v, o;
+    // Of each linear, where `clipped`.
+    Bounds q_clip, k_clip, v_clip, o_clip, gate_clip, up_clip, down_clip;
+    bool clipped = false, by_head = false;
+    float scale;  // of scores
     Input in, out;
     Mlp mlp;
     Vector scale1, scale2;  // what it adds is multiplied by; may be absent
@@ -97,8 +114,8 @@ public:
         Scratch(const TowerProgram& p, const Ops& ops);
         uint8_t* linear;
         InputBuffer in, mid;
-        float *qkv, *tmp, *head, *scores, *far = nullptr;
-        int64_t qkv_ld = 16, tmp_ld = 16, far_ld = 0;
+        float *qkv, *tmp, *head, *scores, *far = nullptr, *gate = nullptr;
+        int64_t qkv_ld = 16, tmp_ld = 16, far_ld = 0, gate_ld = 0;
         std::vector<float> line;  // of a grid, before and after
         AttnState running, part;
         int32_t *lo, *hi;

@@ -25,7 +25,7 @@ from toolkit.runners.native.packing.packed import LANES, Floats, PackedWeights, 
 from toolkit.runners.native.tensors import Record, Tensors
 from toolkit.runners.native.towers.tower_records import layer, norm, parts_of, product, projected
 
-_ORDERS = {*MERGES, "pool"}  # stages that numpy does
+_ORDERS = {*MERGES, "pool", "standard"}  # stages that numpy does
 _PARTED = {"resample", "attend", "mine"}  # those that are several of the library's, rows put in order between them
 
 
@@ -98,7 +98,7 @@ class NativeEncoder:
             for i, stage in enumerate(stages):
                 name = f"{way}.{i}"
                 if stage.kind in _ORDERS:
-                    width = width * (1 if stage.kind == "pool" else stage.factor**2)
+                    width = width * (1 if stage.kind in ("pool", "standard") else stage.factor**2)
                     continue
                 outputs = stage.outputs or width
                 if stage.kind in _PARTED:
@@ -202,6 +202,10 @@ class NativeEncoder:
         if tower.positions == "learned" and not tower.stretched:
             learned = floats(self._weights["vision.position"]).reshape(-1, tower.hidden)
             x = x + np.concatenate([learned[self._learned(grid)] for grid in places])
+        if tower.sides:
+            of_column, of_row = floats(self._weights["vision.position"]).reshape(2, tower.sides, tower.hidden)
+            near = {(rows, columns): of_row[:rows, None] + of_column[:columns] for rows, columns in set(places)}
+            x = x + np.concatenate([near[grid].reshape(-1, tower.hidden) for grid in places])
         if tower.stretched:
             stored = floats(self._weights["vision.position"]).reshape(*tower.grid, tower.hidden)
             near = {grid: resized(stored, grid, tower.smooth, not tower.smooth) for grid in set(places)}
@@ -253,6 +257,9 @@ class NativeEncoder:
                     x, places = self._attended(at, x, places, stage)
                 elif stage.kind == "mine":
                     x = self._mined(at, x, beside, stage)
+                elif stage.kind == "standard":
+                    shift, scale = (floats(self._weights[f"{stage.name}.{part}"]) for part in ("bias", "scale"))
+                    x = (x * np.float32(stage.inputs**0.5) - shift) * scale
                 elif stage.kind == "beside":
                     x = np.concatenate([self._run(self._at[at], self._at[at], beside), x], 1)
                 else:

@@ -5,6 +5,18 @@
 namespace tk {
 namespace {
 
+Bounds read_bounds(const Record& r) {
+    return {r.number("input_min"), r.number("input_max"), r.number("output_min"), r.number("output_max")};
+}
+
+void read_clips(const Record& r, TowerLayer& l) {
+    const std::pair<const char*, Bounds*> all[] = {{"q", &l.q_clip}, {"k", &l.k_clip}, {"v", &l.v_clip}, {"o", &l.o_clip},
+                                                   {"gate", &l.gate_clip}, {"up", &l.up_clip}, {"down", &l.down_clip}};
+    for (const auto& [name, bounds] : all) *bounds = read_bounds(r.record(name));
+    l.clipped = true;
+    if (!l.mlp.gate.present()) r.fail("gate", "no linear that is clipped");
+}
+
 TowerLayer read_layer(const Record& r, int64_t hidden, bool bf16) {
     TowerLayer l;
     l.heads = r.integer("heads", 1, 4096);
@@ -27,8 +39,13 @@ TowerLayer read_layer(const Record& r, int64_t hidden, bool bf16) {
     const int64_t width = l.heads * l.head_dim;
     l.norm1 = r.needed_norm("norm1", hidden);
     l.norm2 = r.needed_norm("norm2", hidden);
-    l.q_norm = r.norm("q_norm", width);
-    l.k_norm = r.norm("k_norm", width);
+    l.after1 = r.norm("after1", hidden);
+    l.after2 = r.norm("after2", hidden);
+    l.by_head = r.has("by_head") && r.flag("by_head");
+    l.scale = r.has("scale") ? r.number("scale") : 1.0f / std::sqrt(float(l.head_dim));
+    l.q_norm = r.norm("q_norm", l.by_head ? l.head_dim : width);
+    l.k_norm = r.norm("k_norm", l.by_head ? l.head_dim : width);
+    l.v_norm = r.norm("v_norm", l.head_dim);
     l.q = r.linear("q", width, hidden);
     l.k = r.linear("k", width, hidden);
     l.v = r.linear("v", width, hidden);
@@ -43,6 +60,7 @@ TowerLayer read_layer(const Record& r, int64_t hidden, bool bf16) {
     in.width = hidden;
     l.mlp = read_one_mlp(r.record("mlp"), hidden, in);
     l.mlp.in = in;
+    if (r.has("clips")) read_clips(r.record("clips"), l);
     return l;
 }
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from toolkit.models.vision import Stage, Tower
+from toolkit.models.vision import BOUNDS, Stage, Tower
 from toolkit.runners.native.mixers import ACTIVATIONS
 from toolkit.runners.native.packing.packed import DENSE, LANES, Floats, PackedMeta, PackedTensor, floats
 from toolkit.runners.native.tensors import Record, Tensors
@@ -31,7 +31,8 @@ def norm(t: Tensors, name: str, tower: Tower) -> Record:
 
 
 def norm_of(t: Tensors, name: str, size: int, layer: bool, eps: float, offset: float = 0.0) -> Record:
-    weight, bias = vector_of(t, f"{name}.weight", offset), vector_of(t, f"{name}.bias") if layer else None
+    weight = vector_of(t, f"{name}.weight", offset) if name else t.numbers(np.ones(size))
+    bias = vector_of(t, f"{name}.bias") if layer else None
     return {"size": size, "sets": 1, "layer": layer, "weight": weight, "bias": bias, "eps": eps}
 
 
@@ -49,11 +50,26 @@ def layer(t: Tensors, tower: Tower, name: str, near: bool = False) -> Record:
         "norm1": norm(t, f"{name}.norm1", tower),
         "norm2": norm(t, f"{name}.norm2", tower),
         **{f"{x}_norm": norm_of(t, f"{name}.{x}_norm", width, False, 1e-6) for x in "qk" if tower.qk_norm},
+        **(_by_head(t, tower, name) if tower.by_head else {}),
+        **{f"after{k}": norm(t, f"{name}.after{k}", tower) for k in (1, 2) if tower.norm_both},
+        **({"scale": tower.scale} if tower.scale else {}),
+        **({"clips": {part: _clip(t, f"{name}.{part}_clip") for part in (*"qkvo", *parts)}} if tower.clipped else {}),
         **{x: linear(t, f"{name}.{x}", tower.qkv_bias) for x in "qkv"},
         "o": linear(t, f"{name}.o", tower.o_bias),
         **{f"scale{k}": scale for k in (1, 2) if (scale := _scale(t, tower, name, k)) is not None},
         "mlp": {"activation": TOWER_ACTIVATIONS[tower.activation], "gate_scale": 1.0, "width": tower.inner, **mlp},
     }
+
+
+def _by_head(t: Tensors, tower: Tower, name: str) -> Record:
+    """Norms of each head of queries, keys and values."""
+    names = {"q_norm": f"{name}.q_norm", "k_norm": f"{name}.k_norm", "v_norm": ""}
+    norms = {key: norm_of(t, of, tower.head_dim, False, tower.eps) for key, of in names.items()}
+    return {"by_head": True, **norms}
+
+
+def _clip(t: Tensors, name: str) -> Record:
+    return {bound: float(floats(t.weights[f"{name}.{bound}"]).reshape(())) for bound in BOUNDS}
 
 
 def _scale(t: Tensors, tower: Tower, name: str, half: int) -> int | None:

@@ -71,10 +71,41 @@ void TowerRun::apply(const TowerLayer& l) {
     });
 }
 
+void TowerRun::norm_heads(const TowerLayer& l, const Norm& n, float* x) const {
+    for (int64_t h = 0; h < l.heads; h++) norm_row(n, x + h * l.head_dim, x + h * l.head_dim);
+}
+
+// The rows as a linear with bounds reads them.
+void TowerRun::ready(const TowerLayer& l, const Norm& norm, const Input& input, const Bounds& bounds, Range rows) {
+    for (int64_t t = rows.first; t < rows.last; t++) {
+        float* row = own.in.x + (t - rows.first) * own.in.ldx;
+        if (l.norm_after) memcpy(row, x + t * ld, size_t(input.width) * 4);
+        else norm_row(norm, x + t * ld, row);
+        bounds.enter(row, input.width);
+        quantize_row(input, own.in, t - rows.first);
+    }
+}
+
+// As the first half of `project`, each linear with inputs of its own.
+void TowerRun::project_clipped(const TowerLayer& l, Range rows) {
+    const int64_t n = rows.last - rows.first;
+    Store to;
+    to.ld = own.qkv_ld;
+    to.out = own.qkv;
+    const std::pair<const Linear*, const Bounds*> parts[] = {{&l.q, &l.q_clip}, {&l.k, &l.k_clip}, {&l.v, &l.v_clip}};
+    for (const auto& [part, bounds] : parts) {
+        ready(l, l.norm1, l.in, *bounds, rows);
+        linear(*part, own.in, 0, n, {0, part->w.tiles()}, to);
+        for (int64_t t = 0; t < n; t++) bounds->leave(to.out + t * to.ld, part->w.rows);
+        to.out += part->w.tiles() * LANES;
+    }
+    mark(P_QKV);
+}
+
 // Queries, keys and values of the rows to where all threads find them.
 void TowerRun::project(const TowerLayer& l, Range rows) {
     const int64_t n = rows.last - rows.first;
-    for (int64_t t = 0; t < n; t++) {
+    for (int64_t t = 0; !l.clipped && t < n; t++) {
         if (in.blank && in.blank[rows.first + t]) {
             memset(own.in.x + t * own.in.ldx, 0, size_t(l.in.width) * 4);
             quantize_row(l.in, own.in, t);
@@ -83,19 +114,29 @@ void TowerRun::project(const TowerLayer& l, Range rows) {
         }
     }
     mark(P_PREPARE);
-    Store to;
-    to.ld = own.qkv_ld;
-    to.out = own.qkv;
-    for (const Linear* part : {&l.q, &l.k, &l.v}) {
-        linear(*part, own.in, 0, n, {0, part->w.tiles()}, to);
-        to.out += part->w.tiles() * LANES;
+    if (l.clipped) {
+        project_clipped(l, rows);
+    } else {
+        Store to;
+        to.ld = own.qkv_ld;
+        to.out = own.qkv;
+        for (const Linear* part : {&l.q, &l.k, &l.v}) {
+            linear(*part, own.in, 0, n, {0, part->w.tiles()}, to);
+            to.out += part->w.tiles() * LANES;
+        }
+        mark(P_QKV);
     }
-    mark(P_QKV);
     const int64_t width = l.q.w.tiles() * LANES;
     for (int64_t t = 0; t < n; t++) {
         float* q = own.qkv + t * own.qkv_ld;
-        if (l.q_norm.present()) norm_row(l.q_norm, q, q);
-        if (l.k_norm.present()) norm_row(l.k_norm, q + width, q + width);
+        if (l.by_head) {
+            norm_heads(l, l.q_norm, q);
+            norm_heads(l, l.k_norm, q + width);
+            norm_heads(l, l.v_norm, q + 2 * width);
+        } else {
+            if (l.q_norm.present()) norm_row(l.q_norm, q, q);
+            if (l.k_norm.present()) norm_row(l.k_norm, q + width, q + width);
+        }
         if (l.turned) turn(l, rows.first + t, q, q + width);
     }
     const Tower::Division& division = tower.divisions[l.division];
@@ -219,7 +260,7 @@ void TowerRun::attend(const TowerLayer& l, Range rows) {
 void TowerRun::attend_block(const TowerLayer& l, const Tower::Segment& s, int64_t head, Range block, float* out) {
     const int64_t n = block.last - block.first, length = (block.first < s.real ? s.last : s.real) - s.first;
     const int64_t first = head * tower.divisions[l.division].cells + s.cell, cells = (s.last - s.first + LANES - 1) / LANES;
-    AttnParams params{l.dpad, l.vpad, 1.0f / std::sqrt(float(l.head_dim)), 0.0f, loaded_type(tower.program.bf16)};
+    AttnParams params{l.dpad, l.vpad, l.scale, 0.0f, loaded_type(tower.program.bf16)};
     for (int64_t tile = 0; tile * KV_TILE < length; tile++) {
         KvTile kv;
         for (int64_t c = 0; c < KV_CELLS; c++) {
@@ -243,34 +284,62 @@ void TowerRun::attend_block(const TowerLayer& l, const Tower::Segment& s, int64_
 }
 
 // The linear that ends a half of the layer, from a thread's rows into the residual: normed and scaled where there is a norm, a scale.
-void TowerRun::add(const Linear& l, const InputBuffer& from, const Norm& norm, const Vector& scale, Range rows) {
+void TowerRun::add(const Linear& l, const InputBuffer& from, const Norm& norm, const Vector& scale, const Bounds* bounds, Range rows) {
     const int64_t n = rows.last - rows.first;
     Store to;
-    const bool plain = !scale && !norm.present();
+    const bool plain = !scale && !norm.present() && !bounds;
     to.add = plain;
     to.out = to.add ? x + rows.first * ld : own.tmp;
     to.ld = to.add ? ld : own.tmp_ld;
     linear(l, from, 0, n, {0, l.w.tiles()}, to);
     for (int64_t t = 0; !plain && t < n; t++) {
         float* row = own.tmp + t * own.tmp_ld;
+        if (bounds) bounds->leave(row, l.w.rows);
         if (norm.present()) norm_row(norm, row, row);
         if (scale) ops.multiply(row, scale.data, l.w.rows, -1);
         ops.add_scaled(x + (rows.first + t) * ld, row, 1.0f, l.w.rows);
     }
 }
 
+// As `gated` of the MLP, each linear with inputs of its own.
+void TowerRun::gated_clipped(const TowerLayer& l, Range rows) {
+    const int64_t n = rows.last - rows.first, inner = l.mlp.up.w.rows;
+    auto make = [&](const Linear& part, const Bounds& bounds, float* out, int64_t out_ld) {
+        ready(l, l.norm2, l.mlp.in, bounds, rows);
+        Store to;
+        to.ld = out_ld;
+        to.out = out;
+        linear(part, own.in, 0, n, {0, part.w.tiles()}, to);
+        for (int64_t t = 0; t < n; t++) bounds.leave(out + t * out_ld, inner);
+    };
+    make(l.mlp.gate, l.gate_clip, own.gate, own.gate_ld);
+    make(l.mlp.up, l.up_clip, own.mid.x, own.mid.ldx);
+    for (int64_t t = 0; t < n; t++) {
+        float* row = own.mid.x + t * own.mid.ldx;
+        ops.multiply(row, own.gate + t * own.gate_ld, inner, l.mlp.activation);
+        l.down_clip.enter(row, inner);
+    }
+}
+
 void TowerRun::finish(const TowerLayer& l, Range rows) {
     const int64_t n = rows.last - rows.first;
-    for (int64_t t = 0; t < n; t++) quantize_row(l.out, own.mid, t);
-    add(l.o, own.mid, l.norm_after ? l.norm1 : Norm(), l.scale1, rows);
+    for (int64_t t = 0; t < n; t++) {
+        if (l.clipped) l.o_clip.enter(own.mid.x + t * own.mid.ldx, l.out.width);
+        quantize_row(l.out, own.mid, t);
+    }
+    add(l.o, own.mid, l.norm_after ? l.norm1 : l.after1, l.scale1, l.clipped ? &l.o_clip : nullptr, rows);
     mark(P_O);
-    for (int64_t t = 0; t < n; t++) prepare_row(l.mlp.in, l.norm_after ? Norm() : l.norm2, x + (rows.first + t) * ld, own.in, t);
-    mark(P_PREPARE);
-    gated(l.mlp, own.in, 0, n, {0, l.mlp.up.w.tiles()}, own.mid.x, own.mid.ldx);
+    if (l.clipped) {
+        gated_clipped(l, rows);
+    } else {
+        for (int64_t t = 0; t < n; t++) prepare_row(l.mlp.in, l.norm_after ? Norm() : l.norm2, x + (rows.first + t) * ld, own.in, t);
+        mark(P_PREPARE);
+        gated(l.mlp, own.in, 0, n, {0, l.mlp.up.w.tiles()}, own.mid.x, own.mid.ldx);
+    }
     mark(P_GATED);
     for (int64_t t = 0; t < n; t++) quantize_row(l.mlp.mid, own.mid, t);
     mark(P_PREPARE);
-    add(l.mlp.down, own.mid, l.norm_after ? l.norm2 : Norm(), l.scale2, rows);
+    add(l.mlp.down, own.mid, l.norm_after ? l.norm2 : l.after2, l.scale2, l.clipped ? &l.down_clip : nullptr, rows);
     mark(P_DOWN);
 }
 

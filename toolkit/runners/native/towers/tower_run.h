@@ -34,6 +34,10 @@ private:
     void apply(const TowerLayer& l);
 
     void project(const TowerLayer& l, Range rows);
+    void project_clipped(const TowerLayer& l, Range rows);
+    void norm_heads(const TowerLayer& l, const Norm& n, float* x) const;
+    void ready(const TowerLayer& l, const Norm& norm, const Input& in, const Bounds& bounds, Range rows);
+    void gated_clipped(const TowerLayer& l, Range rows);
     void turn(const TowerLayer& l, int64_t row, float* q, float* k) const;
     const float* padded(const TowerLayer& l, const float* from, int64_t n, float* to, int64_t* ld_of) const;
     void ask_far(const TowerLayer& l, int64_t head, int64_t rows) const;
@@ -44,7 +48,7 @@ private:
     void attend(const TowerLayer& l, Range rows);
     void attend_block(const TowerLayer& l, const Tower::Segment& s, int64_t head, Range block, float* out);
     void finish(const TowerLayer& l, Range rows);
-    void add(const Linear& l, const InputBuffer& from, const Norm& norm, const Vector& scale, Range rows);
+    void add(const Linear& l, const InputBuffer& from, const Norm& norm, const Vector& scale, const Bounds* bounds, Range rows);
 
     Tower& tower;
     const TowerArrays& in;

@@ -19,7 +19,7 @@ from torch.nn import functional
 from toolkit.artifacts.canonical import Dense
 from toolkit.models.patches import Places, nearest, patch_grid, sines, turns, windows
 from toolkit.models.pictures import Picture, shrunk, unpadded
-from toolkit.models.vision import Stage, VisionSpec, tensors
+from toolkit.models.vision import BOUNDS, Stage, VisionSpec, tensors
 from toolkit.runners.tensor.towers.patches import joined, lined, merged, ordered, turned
 
 ACTIVATIONS = {
@@ -88,11 +88,12 @@ class Encoder:
         return functional.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def _norm(self, name: str, x: Tensor, kind: str, eps: float, offset: float = 0.0) -> Tensor:
-        weight, bias = self.weights[f"{name}.weight"] + offset, self.weights.get(f"{name}.bias")
         if kind == "layer":
+            weight, bias = self.weights[f"{name}.weight"] + offset, self.weights.get(f"{name}.bias")
             return functional.layer_norm(x, weight.shape, weight, bias, eps)
         wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+        y = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+        return y * (self.weights[f"{name}.weight"] + offset) if name else y
 
     def _own_norm(self, name: str, x: Tensor) -> Tensor:
         return self._norm(name, x, self.tower.norm, self.tower.eps)
@@ -122,6 +123,9 @@ class Encoder:
                     [learned[:first], learned[first:][torch.from_numpy(nearest(grid, tower.grid)).to(self.device)]]
                 )
             x = x + learned
+        if tower.sides:
+            of_column, of_row = self.weights["vision.position"].unflatten(0, (2, -1))
+            x = x + (of_row[: grid[0], None] + of_column[: grid[1]]).flatten(0, 1)
         if tower.stretched:
             learned = self.weights["vision.position"].T.unflatten(1, tower.grid)[None]
             mode = "bicubic" if tower.smooth else "bilinear"
@@ -162,20 +166,31 @@ class Encoder:
     def _added(self, name: str, branch: int, x: Tensor) -> Tensor:
         """What a branch adds that gave ``x``."""
         x = self._own_norm(f"{name}.norm{branch}", x) if self.tower.norm_after else x
+        x = self._own_norm(f"{name}.after{branch}", x) if self.tower.norm_both else x
         return x * self.weights[f"{name}.scale{branch}"] if self.tower.scaled else x
 
     def _mlp(self, name: str, x: Tensor) -> Tensor:
-        act, up = ACTIVATIONS[self.tower.activation], self._linear(f"{name}.up", x)
-        inner = act(self._linear(f"{name}.gate", x)) * up if self.tower.gated else act(up)
-        return self._linear(f"{name}.down", inner)
+        act, up = ACTIVATIONS[self.tower.activation], self._within(f"{name}.up", x)
+        inner = act(self._within(f"{name}.gate", x)) * up if self.tower.gated else act(up)
+        return self._within(f"{name}.down", inner)
+
+    def _within(self, name: str, x: Tensor) -> Tensor:
+        """A linear of a layer, what it reads and gives within its bounds."""
+        if not self.tower.clipped:
+            return self._linear(name, x)
+        lowest, highest, least, most = (self.weights[f"{name}_clip.{bound}"] for bound in BOUNDS)
+        return self._linear(name, x.clamp(lowest, highest)).clamp(least, most)
 
     def _attend(self, name: str, x: Tensor, lengths: list[int], cos: Tensor | None, sin: Tensor | None) -> Tensor:
         """Attention of neighbouring tokens, ``lengths`` of them at a time; those of one length run together."""
         tower = self.tower
-        q, k, v = (self._linear(f"{name}.{part}", x) for part in ("q", "k", "v"))
+        q, k, v = (self._within(f"{name}.{part}", x) for part in ("q", "k", "v"))
         if tower.qk_norm:
             q, k = (self._norm(f"{name}.{part}_norm", y, "rms", 1e-6) for part, y in (("q", q), ("k", k)))
         q, k, v = (y.unflatten(1, (tower.heads, tower.head_dim)) for y in (q, k, v))
+        if tower.by_head:
+            names = (f"{name}.q_norm", f"{name}.k_norm", "")
+            q, k, v = (self._norm(of, y, "rms", tower.eps) for of, y in zip(names, (q, k, v), strict=True))
         if cos is not None and sin is not None:
             q, k = turned(q, cos, sin), turned(k, cos, sin)
         starts = torch.tensor([0, *lengths]).cumsum(0)
@@ -184,8 +199,9 @@ class Encoder:
             first = starts[:-1][torch.tensor(lengths) == length]
             rows = (first[:, None] + torch.arange(length)).to(x.device)
             near_q, near_k, near_v = (y[rows].transpose(1, 2) for y in (q, k, v))  # segment, head, token, number
-            out[rows] = functional.scaled_dot_product_attention(near_q, near_k, near_v).transpose(1, 2)
-        return self._linear(f"{name}.o", out.flatten(1))
+            found = functional.scaled_dot_product_attention(near_q, near_k, near_v, scale=tower.scale or None)
+            out[rows] = found.transpose(1, 2)
+        return self._within(f"{name}.o", out.flatten(1))
 
     def _turns(self, places: Places) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """cos and sin of every patch's rotation, float32 [patches, head_dim]."""
@@ -213,6 +229,9 @@ class Encoder:
                 tiles = tiles @ self.weights[stage.name]
             elif stage.kind in ACTIVATIONS:
                 tiles = ACTIVATIONS[stage.kind](tiles)
+            elif stage.kind == "standard":
+                shift, scale = (self.weights[f"{stage.name}.{part}"].float() for part in ("bias", "scale"))
+                tiles = ((tiles.float() * stage.inputs**0.5 - shift) * scale).to(tiles.dtype)
             elif stage.kind == "attend":
                 tiles = self._attended(tiles, rows, columns, stage)
             elif stage.kind == "beside":

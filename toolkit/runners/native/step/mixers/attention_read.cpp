@@ -93,6 +93,7 @@ Mixer read_attention(const Record& r, Program& prog) {
     turn_for_sinks(a, prog);
     prog.endless |= a.sink_tokens > 0;
     a.mutual = r.flag("mutual");
+    a.strict = r.flag("strict");
     a.scale = r.number("scale");
     a.softcap = r.number("softcap");
     a.clip = r.number("clip");
