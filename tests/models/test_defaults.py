@@ -26,6 +26,7 @@ SIZES = dict(
 )
 EXPERTS = dict(num_local_experts=4, num_experts=4, n_routed_experts=16, num_experts_per_tok=2)
 OWN = {
+    "bitnet": dict(num_attention_heads=20, hidden_size=1280),
     "deepseek_v3": dict(num_attention_heads=128),
     "ernie4_5_moe": dict(moe_num_experts=4, moe_k=2),
     "codegen": dict(num_attention_heads=16),

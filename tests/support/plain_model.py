@@ -106,7 +106,8 @@ def _attention(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     sink = torch.full((a.heads,), float("-inf")) if a.sinks is None else w[a.sinks]
     shares = torch.cat([scores, sink.view(-1, 1, 1).expand(-1, len(x), 1)], -1).softmax(-1)[..., :-1]
     y = torch.einsum("hqk,khd->qhd", shares, v).flatten(1)
-    return _linear(a.o, w, y if a.gate is None else y * torch.sigmoid(_linear(a.gate, w, x)))
+    y = y if a.gate is None else y * torch.sigmoid(_linear(a.gate, w, x))
+    return _linear(a.o, w, _norm(a.o_norm, w, y))
 
 
 def _reuse(m: Any, w: dict[str, Tensor], x: Tensor, source: Any, read: Tensor) -> Tensor:
@@ -230,7 +231,7 @@ def _mlp(m: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     else:
         act = ACTIVATIONS[m.activation]
         inner = act(up) if m.gate is None else act(_linear(m.gate, w, x) * m.gate_scale) * up
-    return _linear(m.down, w, inner)
+    return _linear(m.down, w, _norm(m.inner_norm, w, inner))
 
 
 def _shares(m: Any, w: dict[str, Tensor], row: Tensor) -> Tensor:

@@ -123,6 +123,7 @@ def _attention(draw: Draw, prefix: str, hidden: int, ropes: Sequence[RopeSpec], 
         q_scale=draw((None, None, QueryScale("floor", 8, 0.5, 1), QueryScale("log", 12))),
         gate=LinearSpec(f"{prefix}.g_proj", hidden, heads * dim, bias) if rare and draw(BOTH) else None,
         v_norm=draw((None, None, NormSpec(f"{prefix}.v_norm", dim, 1e-6, weight=False))),
+        o_norm=_norm(draw, f"{prefix}.o_norm", heads * dim) if draw(range(4)) == 0 else None,
     )
 
 
@@ -284,6 +285,8 @@ def _layer(draw: Draw, index: int, hidden: int, quantized: bool, ropes: Sequence
             mixer = _delta(draw, f"{prefix}.linear_attn", hidden)
         elif kind == "m":
             mixer = _mlp(draw, f"{prefix}.mlp", hidden, draw((48, 80)))
+            if draw(range(4)) == 0:
+                mixer = replace(mixer, inner_norm=_norm(draw, f"{prefix}.inner_norm", mixer.up.out_features))
             if rare:
                 mixer = replace(mixer, activation="relu2", gate_scale=1.0 if mixer.gate is None else 0.6)
         else:
@@ -317,7 +320,7 @@ def _reading_others(draw: Draw, hidden: int, layers: list[LayerSpec], ropes: Seq
         return layers
     (source, k), prefix = at, f"model.layers.{len(layers)}"
     subs = list(layers[source].sublayers)
-    plain: dict[str, Any] = dict.fromkeys(("alibi", "softcap", "sinks", "clip", "q_scale", "gate"))
+    plain: dict[str, Any] = dict.fromkeys(("alibi", "softcap", "sinks", "clip", "q_scale", "gate", "o_norm"))
     mixer: Any = subs[k].mixer
     a = replace(mixer, chunked=False, norm_last=False, **plain)
     subs[k] = replace(subs[k], mixer=a)

@@ -66,7 +66,6 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "attention within buckets of a hash": ("ReformerModelWithLMHead",),
     "a gate by softplus": ("LagunaForCausalLM",),
     "the activation xIELU, whose shape is learned": ("ApertusForCausalLM",),
-    "norms before the last matrix of attention and MLP, and weights of three values": ("BitNetForCausalLM",),
     "values of heads that are of another size than keys, beside a window": ("MiMoV2FlashForCausalLM",),
     "the difference of two attentions": ("DiffLlamaForCausalLM",),
     "masks that are learned, and experts in a table": ("DogeForCausalLM",),

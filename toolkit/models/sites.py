@@ -106,7 +106,10 @@ def _moe_sites(m: MoeSpec) -> list[Site]:
 def _attention_sites(a: AttentionSpec) -> list[Site]:
     into = RowFold(a.v, width=a.head_dim, repeat=a.heads // a.kv_heads)
     alone = a.clip is None and a.v_norm is None and a.v != a.k
-    return [Site(a.o.name, a.o.in_features, (a.o,), (), into if alone else None)]
+    fold: Fold | None = into if alone else None
+    if a.o_norm is not None:
+        fold = NormFold(a.o_norm) if a.o_norm.weight else None
+    return [Site(a.o.name, a.o.in_features, (a.o,), (), fold)]
 
 
 def _latent_sites(a: LatentSpec) -> list[Site]:
@@ -175,4 +178,7 @@ def modules(linears: Iterable[LinearSpec]) -> list[list[LinearSpec]]:
 
 def _down_site(m: MlpSpec) -> Site:
     linear = m.activation != "swigluoai" if m.gate is not None else m.activation == "relu"  # relu(x / s) = relu(x) / s
-    return Site(m.down.name, m.down.in_features, (m.down,), (), RowFold(m.up) if linear else None)
+    fold: Fold | None = RowFold(m.up) if linear else None
+    if m.inner_norm is not None:
+        fold = NormFold(m.inner_norm) if m.inner_norm.weight else None
+    return Site(m.down.name, m.down.in_features, (m.down,), (), fold)

@@ -30,6 +30,7 @@ class AttentionSpec(MixerSpec):
     a query at s + w - 1: as if they stood right before the window; below, p sees all (StreamingLLM).
     ``strict``: tokens of a picture see none behind them here, whatever ``VisionSpec.mutual`` says.
     ``v`` may be ``k``: values are then what keys were before norm and rope. ``v_norm``: of each head of them (Gemma 4).
+    ``o_norm``: of what ``o`` reads, all heads at once (BitNet).
     """
 
     q: LinearSpec
@@ -57,6 +58,7 @@ class AttentionSpec(MixerSpec):
     mutual: bool = later(False)
     sink_tokens: int = later(0)
     v_norm: NormSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
+    o_norm: NormSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
     strict: bool = later(False)
     kind: Literal["attention"] = "attention"
 
@@ -71,7 +73,7 @@ class AttentionSpec(MixerSpec):
         return (4 * self.heads + 4 * self.kv_heads) * self.head_dim
 
     def norms(self) -> tuple[NormSpec, ...]:
-        return tuple(n for n in (self.q_norm, self.k_norm, self.v_norm) if n is not None)
+        return tuple(n for n in (self.q_norm, self.k_norm, self.v_norm, self.o_norm) if n is not None)
 
     def vectors(self) -> dict[str, int]:
         return {} if self.sinks is None else {self.sinks: self.heads}
@@ -112,6 +114,9 @@ class AttentionSpec(MixerSpec):
                 whole = norm.size * (world // self.kv_heads if name == "k_norm" and self.kv_heads < world else 1)
                 norms[name] = replace(norm, size=part[1] - part[0], spread=Spread(whole))
                 cuts |= dict.fromkeys(norm.vectors(), Cut("rows", *part))
+        if self.o_norm is not None:
+            norms["o_norm"] = replace(self.o_norm, size=own[1] - own[0], spread=Spread(self.o_norm.size))
+            cuts |= dict.fromkeys(self.o_norm.vectors(), Cut("rows", *own))
         if self.sinks is not None:
             cuts[self.sinks] = Cut("rows", first, stop)
         alibi = self.alibi and replace(self.alibi, slopes=self.alibi.slopes[first:stop])
@@ -126,6 +131,8 @@ class AttentionSpec(MixerSpec):
             sound.norm(self.k_norm, self.head_dim, kv_size, heads=self.kv_heads)
         if self.v_norm is not None:
             sound.norm(self.v_norm, self.head_dim)
+        if self.o_norm is not None:
+            sound.norm(self.o_norm, q_size)
         over_all = self.k_norm is not None and self.k_norm.size != self.head_dim
         apart = self.v != self.k or not (self.norm_last or over_all or self.rope is None)
         sound.expect(

@@ -8,8 +8,8 @@ from typing import Literal
 from toolkit.base.record import later
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
-from toolkit.models.spec.parts import Activation, LinearSpec
-from toolkit.models.spec.share import Share, Unit, cut_linears, portion
+from toolkit.models.spec.parts import Activation, LinearSpec, NormSpec, Spread
+from toolkit.models.spec.share import Cut, Share, Unit, cut_linears, portion
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class MlpSpec(MixerSpec):
 
     ``gate_scale`` multiplies gate(x) (Falcon-H1). ``seen`` names a number whose tanh multiplies what it gives, which is
     nothing for tokens that see no picture (Llama 3.2 Vision). "relu2" is the square of relu.
+    ``inner_norm``: of what ``down`` reads (BitNet).
     "swigluoai" (gpt-oss, gated alone): g · sigmoid(1.702 g) · (u + 1) with g = min(gate(x), 7), u = up(x) within ±7.
     """
 
@@ -27,6 +28,7 @@ class MlpSpec(MixerSpec):
     activation: Activation = "silu"
     gate_scale: float = later(1.0)
     seen: str | None = later(None)
+    inner_norm: NormSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
     kind: Literal["mlp"] = "mlp"
 
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -40,6 +42,9 @@ class MlpSpec(MixerSpec):
 
     def width(self, hidden: int) -> int:
         return 3 * self.up.out_features
+
+    def norms(self) -> tuple[NormSpec, ...]:
+        return () if self.inner_norm is None else (self.inner_norm,)
 
     def vectors(self) -> dict[str, int]:
         return {} if self.seen is None else {self.seen: 1}
@@ -57,6 +62,9 @@ class MlpSpec(MixerSpec):
     def share(self, rank: int, world: int, unit: Unit) -> Share:
         own = portion(self.up.out_features, rank, world, unit(self.down.name).best)
         made, cuts = cut_linears(self, up=[own], down=[own], gate=[own])
+        if self.inner_norm is not None:
+            made["inner_norm"] = replace(self.inner_norm, size=own[1] - own[0], spread=Spread(self.inner_norm.size))
+            cuts |= dict.fromkeys(self.inner_norm.vectors(), Cut("rows", *own))
         return Share(replace(self, **made), cuts)
 
     def check(self, hidden: int) -> None:
@@ -66,3 +74,5 @@ class MlpSpec(MixerSpec):
         for x in self.readers():
             sound.linear(x, hidden, inner)
         sound.linear(self.down, inner, hidden)
+        if self.inner_norm is not None:
+            sound.norm(self.inner_norm, inner)

@@ -135,10 +135,12 @@ class MoeSpec(MixerSpec):
             expert.check(hidden)
             sound.expect("gate_scale", expert.gate_scale == 1, expert.gate_scale, "1 for experts")
             sound.expect("seen", expert.seen is None, expert.seen, "none for experts")
+            sound.expect("inner_norm", expert.inner_norm is None, "one", "none for experts")
             inner, found = self.experts[0].up.out_features, expert.up.out_features
             sound.expect(expert.up.name, found == inner, found, f"{inner}, as in expert 0")
         if self.shared is not None:
             self.shared.check(hidden)
+            sound.expect("inner_norm", self.shared.inner_norm is None, "one", "none beside experts")
         if self.shared_gate is not None:
             sound.linear(self.shared_gate, hidden, 1)
         if self.apart is not None:

@@ -212,6 +212,7 @@ def _mlp(m: MlpSpec, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> 
         inner = swigluoai(linear(m.gate, weights, x) * m.gate_scale, up)
     else:
         inner = ACTIVATIONS[m.activation](linear(m.gate, weights, x) * m.gate_scale) * up
+    inner = inner if m.inner_norm is None else normed(m.inner_norm, weights, inner)
     return linear(m.down, weights, watch(m.down.name, inner))
 
 

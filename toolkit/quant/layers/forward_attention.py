@@ -67,6 +67,7 @@ def attention(a: AttentionSpec, weights: Weights, raw: Tensor, x: Tensor, watch:
     out = out.transpose(1, 2).reshape(batch, length, a.heads * a.head_dim)
     if a.gate is not None:
         out = out * torch.sigmoid(linear(a.gate, weights, x))
+    out = out if a.o_norm is None else normed(a.o_norm, weights, out)
     return linear(a.o, weights, watch(a.o.name, out))
 
 

@@ -56,6 +56,7 @@ def attention(a: AttentionSpec, t: Tensors) -> Record:
         "q_norm": t.norm(a.q_norm),
         "k_norm": t.norm(a.k_norm),
         "v_norm": t.norm(a.v_norm),
+        "o_norm": t.norm(a.o_norm),
         "sinks": None if a.sinks is None else t.named(a.sinks),
         "own": t.own_heads(a),
     }
@@ -218,6 +219,7 @@ def mlp(m: MlpSpec, t: Tensors) -> Record:
         "activation": ACTIVATIONS[m.activation],
         "gate_scale": m.gate_scale,
         "width": m.up.out_features,
+        "inner_norm": t.norm(m.inner_norm),
         "codes": t.codes(m.down),
         **t.linears(gate=m.gate, up=m.up, down=m.down),
     }

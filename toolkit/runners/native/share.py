@@ -136,6 +136,7 @@ class Parts:
         if a.gate is not None:
             self.tiles[a.gate.name] = own
         self._heads_end(a.o, [other.heads(a.heads, a.kv_heads).first * a.head_dim for other in self._all()])
+        self.codes[a.o.name] &= a.o_norm is None  # which is over what all ranks have
 
     def _reuse(self, m: ReuseSpec) -> None:
         found = self.share.heads(m.heads, m.kv_heads)
@@ -198,7 +199,11 @@ class Parts:
         groups, width = {self._group(m.down) for m in mlps}, mlps[0].up.out_features
         group = groups.pop() if len(groups) == 1 else None
         units = 0 if group is None or group > STRIPE else width // group
-        codes = units > 0 and (units >= 8 * self.share.ranks or units % self.share.ranks == 0)
+        codes = (
+            mlps[0].inner_norm is None
+            and units > 0
+            and (units >= 8 * self.share.ranks or units % self.share.ranks == 0)
+        )
         own = self.share.tiles(width, group // LANES if group and codes else 1)
         for m in mlps:
             self.codes[m.down.name] = codes

@@ -129,6 +129,7 @@ class _Builder:
             q_norm=self.head_norm(spec.q_norm),
             k_norm=self.head_norm(spec.k_norm),
             v_norm=self.norm(spec.v_norm),
+            o_norm=self.head_norm(spec.o_norm),
             sinks=None if spec.sinks is None else self.tensor(spec.sinks).float(),
             more=self.attention_options(spec),
             scales=(self.cache_scale(spec.k, "k_scale"), self.cache_scale(spec.v, "v_scale")),
@@ -265,6 +266,7 @@ class _Builder:
                 self.ops,
                 spec.gate_scale,
                 None if spec.seen is None else self.gate(spec.seen),
+                self.head_norm(spec.inner_norm),
             )
             for first, down, spec in zip(inner, outer, specs, strict=True)
         )

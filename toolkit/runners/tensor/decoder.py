@@ -60,6 +60,7 @@ class Attention:
     q_norm: Norm | LayerNorm | SpreadNorm | None
     k_norm: Norm | LayerNorm | SpreadNorm | None
     v_norm: Norm | LayerNorm | None
+    o_norm: Norm | LayerNorm | SpreadNorm | None
     sinks: Tensor | None
     more: Mapping[str, Any]
     scales: tuple[float, float]
@@ -111,7 +112,8 @@ class Attention:
         if len(step.batch.mutual) and not spec.strict:
             see_both_ways(y, q, cache, step.batch, spec, scales)
         y = y.flatten(1)
-        return self.o(y if gate is None else y * torch.sigmoid(gate))
+        y = y if gate is None else y * torch.sigmoid(gate)
+        return self.o(y if self.o_norm is None else self.o_norm(y))
 
     def find(self, q: Tensor, step: StepContext) -> Tensor:
         """What queries [T, heads, head_dim] of another layer find in this one's cache."""
@@ -158,6 +160,7 @@ class Mlp:
     ops: Ops
     scale: float = 1.0
     seen: Tensor | None = None
+    norm: Norm | LayerNorm | SpreadNorm | None = None  # of what ``down`` reads
 
     def __call__(self, x: Activations, step: StepContext | None = None) -> Tensor:
         if self.seen is None:
@@ -173,10 +176,11 @@ class Mlp:
             gate, up = inner.chunk(2, 1)
             inner = torch.cat([gate * self.scale, up], 1)
         codes = codes_of(self.down.linear if isinstance(self.down, Summed) else self.down)
-        if self.gated and codes is not None:
+        if self.gated and codes is not None and self.norm is None:
             return self.down(Rounded(*self.ops.act_and_mul_quant(inner, self.activation, codes)))
         act = self.ops.act_and_mul if self.gated else self.ops.act
-        return self.down(act(inner, self.activation))
+        made = act(inner, self.activation)
+        return self.down(made if self.norm is None else self.norm(made))
 
 
 @dataclass(frozen=True)

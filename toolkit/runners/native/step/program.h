@@ -71,6 +71,7 @@ struct Input {
     int64_t width = 0;
     bool turned = false;  // by the Hadamard matrix, before it is quantized
     std::vector<QuantKey> keys;
+    Norm norm;  // of all of its numbers, before they are quantized; may be absent
     std::vector<QuantKey> more;  // of rows that are tokens of pictures: number i has slot MAX_KEYS - 1 - i
 };
 

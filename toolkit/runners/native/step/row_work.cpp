@@ -20,6 +20,7 @@ void RowWork::prepare_row(const Input& in, const Norm& norm, const float* from, 
 }
 
 void RowWork::quantize_row(const Input& in, InputBuffer& to, int64_t t) const {
+    if (in.norm.present()) norm_row(in.norm, to.x + t * to.ldx, to.x + t * to.ldx);
     for (size_t k = 0; k < in.keys.size(); k++) {
         const QuantKey& key = in.keys[k];
         ops.quantize(to.x + t * to.ldx, key.perm, key.group, 0, in.width / key.group, to.q[k] + t * to.ldq,

@@ -31,7 +31,7 @@ protected:
 
     // `head`: whose weights, where heads have their own.
     void norm_row(const Norm& n, const float* from, float* out, int64_t head = 0) const;
-    // Row t of `to` as linears read it: from `from`, normed where there is a norm.
+    // Row t of `to` as linears read it, once: from `from`, normed where there is a norm; or from itself.
     void prepare_row(const Input& in, const Norm& norm, const float* from, InputBuffer& to, int64_t t) const;
     void quantize_row(const Input& in, InputBuffer& to, int64_t t) const;
     Rows rows_of(const InputBuffer& in, const Linear& l, int64_t first_row) const;
@@ -70,7 +70,7 @@ protected:
     }
 
     // Whether the rows are read as they are.
-    bool plain(const Input& in) const { return in.keys.empty() && (!kinds_.seen || in.more.empty()); }
+    bool plain(const Input& in) const { return in.keys.empty() && !in.norm.present() && (!kinds_.seen || in.more.empty()); }
 
     const Ops& ops;
 

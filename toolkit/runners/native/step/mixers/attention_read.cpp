@@ -127,8 +127,10 @@ Mixer read_attention(const Record& r, Program& prog) {
     join(a.in, a.v);
     join(a.in, a.gate);
     a.out.width = a.heads * a.head_dim;
+    a.out.norm = r.norm("o_norm", a.out.width);
     join(a.out, a.o);
     read_own(r, a, a.out);
+    if (a.codes && a.out.norm.present()) r.fail("o_norm", "of what ranks hand on in integers");
     keep(a, r, prog);
     return a;
 }

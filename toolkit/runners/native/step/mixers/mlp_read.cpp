@@ -69,6 +69,8 @@ Mixer read_mlp(const Record& r, Program& prog) {
     in.width = prog.hidden;
     Mlp m = read_one_mlp(r, prog.hidden, in, true);
     m.in = in;
+    m.mid.norm = r.norm("inner_norm", m.mid.width);
+    if (m.codes && m.mid.norm.present()) r.fail("inner_norm", "of what ranks hand on in integers");
     return m;
 }
 

@@ -13,7 +13,7 @@ constexpr int64_t FEW = 8;  // rows of which whole shares fit a stripe: the more
 // Whether the columns of a gated product are quantized right behind it, a stripe at a time: the next input has one plain
 // quantization, and all rows the same.
 bool Run::stripes(const Mlp& m) const {
-    return !splits(m) && !reads_floats(m.down, 0, count) && m.mid.keys.size() == 1 && !m.mid.keys[0].perm && m.mid.keys[0].group <= STRIPE;
+    return !m.mid.norm.present() && !splits(m) && !reads_floats(m.down, 0, count) && m.mid.keys.size() == 1 && !m.mid.keys[0].perm && m.mid.keys[0].group <= STRIPE;
 }
 
 // Output tiles `tiles` of a gated product for the rows, into the middle rows: quantized in stripes, or all as floats.
