@@ -83,6 +83,22 @@ def test_keys_of_layers_that_read_others_are_left_out(tiny_models: Any, support:
     np.testing.assert_array_equal(logits(path, support), logits(tiny_models("gemma4_text"), support))
 
 
+def test_experts_one_by_one_as_quantized_files_have_them(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    path = shutil.copytree(tiny_models("gemma4_text", shape=1), tmp_path / "theirs")
+    tensors = {}
+    for name, value in load_file(path / "model.safetensors").items():
+        name, inside = name.replace("model.", "model.language_model.", 1), name.rpartition(".")[0]
+        names = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+        for i, one in enumerate(value if inside.endswith(".experts") else ()):
+            begin = f"{name.rpartition('.')[0]}.{i}"
+            parts = zip(names, one.chunk(len(names)), strict=True)
+            tensors |= {f"{begin}.{part}.weight": rows.contiguous() for part, rows in parts}
+        if not inside.endswith(".experts"):
+            tensors[name] = value
+    save_file(tensors, path / "model.safetensors")
+    np.testing.assert_array_equal(logits(path, support), logits(tiny_models("gemma4_text", shape=1), support))
+
+
 def test_files_with_gate_and_up_apart_and_idle_keys(tiny_models: Any, support: Any, tmp_path: Path) -> None:
     """As llama.cpp reads them too, and as its converter writes Google's first files."""
     for shape in (0, 1):
