@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from toolkit.artifacts.adapters.adapter import read_adapter
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.gguf.tokenizer import build_tokenizer
@@ -81,6 +82,20 @@ def test_keys_of_layers_that_read_others_are_left_out(tiny_models: Any, support:
         tensors[f"model.layers.3.self_attn.{name}.weight"] = torch.randn(4, 4)
     save_file(tensors, path / "model.safetensors")
     np.testing.assert_array_equal(logits(path, support), logits(tiny_models("gemma4_text"), support))
+
+
+def test_adapters_of_keys_that_nothing_reads(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    """The first class of transformers had them in every layer, so that PEFT adapted them; nothing comes of it."""
+    model = tiny_models("gemma4_text")
+    own = support("adapters").write_adapter(tmp_path / "own", model, "[qkvo]_proj|per_layer_input_gate")
+    spec, stored = load_spec(open_checkpoint(model))
+    expected = read_adapter(own, spec, stored)
+    tensors = load_file(own / "adapter_model.safetensors")
+    for name in ("k_proj", "v_proj"):
+        module = f"base_model.model.model.layers.3.self_attn.{name}"
+        tensors |= {f"{module}.lora_A.weight": torch.ones(4, 64), f"{module}.lora_B.weight": torch.zeros(32, 4)}
+    save_file(tensors, own / "adapter_model.safetensors")
+    assert expected and read_adapter(own, spec, stored).keys() == expected.keys()
 
 
 def test_experts_one_by_one_as_quantized_files_have_them(tiny_models: Any, support: Any, tmp_path: Path) -> None:
