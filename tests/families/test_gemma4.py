@@ -135,6 +135,19 @@ def test_files_with_gate_and_up_apart_and_idle_keys(tiny_models: Any, support: A
         np.testing.assert_array_equal(logits(theirs, support), logits(ours, support))
 
 
+def test_a_file_whose_last_layer_slides_is_refused(tiny_models: Any, tmp_path: Path) -> None:
+    """Here the last one always sees everything, as in transformers."""
+    ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    rewrite(str(tiny_models("gemma4_text")), ours, to="gguf")
+    container = read_container(ours)
+    for slides in ([True] * 6, [False] * 5 + [True]):
+        metadata = {**container.metadata, "gemma4.attention.sliding_window_pattern": np.array(slides)}
+        entries = [Entry(name, info.shape, info.dtype) for name, info in container.tensors.items()]
+        write_gguf(theirs, metadata, entries, (container.raw(name) for name in container.tensors))
+        with pytest.raises(ToolkitError, match="sliding_window_pattern: expected 6 truths"):
+            open_checkpoint(theirs)
+
+
 def test_a_model_of_transformers_before_5_10_says_its_heads_in_two_fields(tiny_models: Any) -> None:
     path = tiny_models("gemma4_text")
     config = json.loads((path / "config.json").read_text())

@@ -194,8 +194,9 @@ def build(config: Fields) -> Built:
 def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     count = config["num_hidden_layers"]
     slides = file.flags("attention.sliding_window_pattern")
-    if slides is None or len(slides) != count:
-        raise ToolkitError(f"gguf: gemma4.attention.sliding_window_pattern: expected {count} truths, one a layer")
+    if slides is None or len(slides) != count or slides[-1]:
+        told = f"expected {count} truths, one a layer, of which the last is false"
+        raise ToolkitError(f"gguf: gemma4.attention.sliding_window_pattern: {told}")
     keys, inner = file.each("attention.head_count_kv", count), file.each("feed_forward_length", count)
     head, full, local = config["head_dim"], slides.index(False), slides.index(True) if True in slides else 0
     shared = file.stated("attention.shared_kv_layers", 0)
