@@ -159,6 +159,7 @@ def test_a_model_of_transformers_before_5_10_says_its_heads_in_two_fields(tiny_m
         ({"num_kv_shared_layers": 6}, "num_kv_shared_layers"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"num_global_key_value_heads": 3}, "num_global_key_value_heads"),
+        ({"per_layer_config": {"1": entry, "3": entry}}, "per_layer_config.5: found 2 heads of 16"),
     ):
         with pytest.raises(ToolkitError, match=named):
             gemma4_text.build(Fields(older | fields))

@@ -119,6 +119,10 @@ def build(config: Fields) -> Built:
     config = config.filled({"rope_parameters": ROPES})
     types, window = _types(config, dims.layers), read_window(config, default=512)
     owns, sources = _own_dims(config, dims, types), _sources(config, types)
+    for i, source in enumerate(sources):
+        if source is not None and owns[i] != owns[source]:
+            heads = f"{owns[i].kv_heads} heads of {owns[i].head_dim}"
+            config.fail(f"per_layer_config.{i}", heads, f"those of layer {source}, whose keys and values it reads")
     bias, same = config.flag("attention_bias", False), config.flag("attention_k_eq_v", False)
     act = config.activation("hidden_activation", default="gelu_pytorch_tanh")
     wide = config.flag("use_double_wide_mlp", False)
