@@ -212,7 +212,7 @@ def test_the_spec_is_whole(model: Any) -> None:
     weights = canonical_weights(checkpoint, stored)
     for linear in spec.linears():
         assert tuple(weights[linear.name].shape) == (linear.out_features, linear.in_features)
-        parts = ("self_attn.", "cross_attn.", "conv.", "mamba.", "linear_attn.", "mlp.", "per_layer.")
+        parts = ("self_attn.", "cross_attn.", "conv.", "mamba.", "linear_attn.", "mlp.", "experts.", "per_layer.")
         assert linear.name.split(".", 3)[3].startswith(parts)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from toolkit.artifacts.adapters.adapter import read_adapter
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.gguf.tokenizer import build_tokenizer
@@ -83,6 +84,36 @@ def test_keys_of_layers_that_read_others_are_left_out(tiny_models: Any, support:
     np.testing.assert_array_equal(logits(path, support), logits(tiny_models("gemma4_text"), support))
 
 
+def test_adapters_of_keys_that_nothing_reads(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    """The first class of transformers had them in every layer, so that PEFT adapted them; nothing comes of it."""
+    model = tiny_models("gemma4_text")
+    own = support("adapters").write_adapter(tmp_path / "own", model, "[qkvo]_proj|per_layer_input_gate")
+    spec, stored = load_spec(open_checkpoint(model))
+    expected = read_adapter(own, spec, stored)
+    tensors = load_file(own / "adapter_model.safetensors")
+    for name in ("k_proj", "v_proj"):
+        module = f"base_model.model.model.layers.3.self_attn.{name}"
+        tensors |= {f"{module}.lora_A.weight": torch.ones(4, 64), f"{module}.lora_B.weight": torch.zeros(32, 4)}
+    save_file(tensors, own / "adapter_model.safetensors")
+    assert expected and read_adapter(own, spec, stored).keys() == expected.keys()
+
+
+def test_experts_one_by_one_as_quantized_files_have_them(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    path = shutil.copytree(tiny_models("gemma4_text", shape=1), tmp_path / "theirs")
+    tensors = {}
+    for name, value in load_file(path / "model.safetensors").items():
+        name, inside = name.replace("model.", "model.language_model.", 1), name.rpartition(".")[0]
+        names = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+        for i, one in enumerate(value if inside.endswith(".experts") else ()):
+            begin = f"{name.rpartition('.')[0]}.{i}"
+            parts = zip(names, one.chunk(len(names)), strict=True)
+            tensors |= {f"{begin}.{part}.weight": rows.contiguous() for part, rows in parts}
+        if not inside.endswith(".experts"):
+            tensors[name] = value
+    save_file(tensors, path / "model.safetensors")
+    np.testing.assert_array_equal(logits(path, support), logits(tiny_models("gemma4_text", shape=1), support))
+
+
 def test_files_with_gate_and_up_apart_and_idle_keys(tiny_models: Any, support: Any, tmp_path: Path) -> None:
     """As llama.cpp reads them too, and as its converter writes Google's first files."""
     for shape in (0, 1):
@@ -104,6 +135,19 @@ def test_files_with_gate_and_up_apart_and_idle_keys(tiny_models: Any, support: A
         np.testing.assert_array_equal(logits(theirs, support), logits(ours, support))
 
 
+def test_a_file_whose_last_layer_slides_is_refused(tiny_models: Any, tmp_path: Path) -> None:
+    """Here the last one always sees everything, as in transformers."""
+    ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    rewrite(str(tiny_models("gemma4_text")), ours, to="gguf")
+    container = read_container(ours)
+    for slides in ([True] * 6, [False] * 5 + [True]):
+        metadata = {**container.metadata, "gemma4.attention.sliding_window_pattern": np.array(slides)}
+        entries = [Entry(name, info.shape, info.dtype) for name, info in container.tensors.items()]
+        write_gguf(theirs, metadata, entries, (container.raw(name) for name in container.tensors))
+        with pytest.raises(ToolkitError, match="sliding_window_pattern: expected 6 truths"):
+            open_checkpoint(theirs)
+
+
 def test_a_model_of_transformers_before_5_10_says_its_heads_in_two_fields(tiny_models: Any) -> None:
     path = tiny_models("gemma4_text")
     config = json.loads((path / "config.json").read_text())
@@ -115,6 +159,7 @@ def test_a_model_of_transformers_before_5_10_says_its_heads_in_two_fields(tiny_m
         ({"num_kv_shared_layers": 6}, "num_kv_shared_layers"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"num_global_key_value_heads": 3}, "num_global_key_value_heads"),
+        ({"per_layer_config": {"1": entry, "3": entry}}, "per_layer_config.5: found 2 heads of 16"),
     ):
         with pytest.raises(ToolkitError, match=named):
             gemma4_text.build(Fields(older | fields))

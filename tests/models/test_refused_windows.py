@@ -46,6 +46,12 @@ def window(size: int) -> Callable[[DecoderSpec], DecoderSpec]:
             f"kv_window: this model has layers whose rows are key and value at once (MLA); {OUT}",
         ),
         (
+            "gemma4_text",
+            window(16),
+            f"kv_window: this model has layers that read keys of others; give kv_sinks 0, or {OUT}",
+        ),
+        ("gemma4_text", grow_queries, f"use_logn_attn: this model has layers that read keys of others; {OUT}"),
+        (
             "llama",
             window(4096),
             "kv_window: found 4096 and kv_sinks 4, expected at most 512 together, the length that the model was "

@@ -119,6 +119,13 @@ def test_rope_scaling_factor_leaves_the_rope_of_layers_that_slide():
     assert (everywhere.kind, everywhere.factor, everywhere.theta) == ("dynamic", 2.0, 3e5)
 
 
+def test_rope_scaling_factor_is_refused_where_a_part_of_whole_heads_turns():
+    """Dynamic rope of that part would turn other pairs of numbers."""
+    for part in ({"rope_type": "proportional"}, {"full_attention": {"type": "proportional"}}):
+        with pytest.raises(UsageError, match=r"^rope_scaling_factor: this model .* leave it out$"):
+            apply_overrides({**CONFIG, "rope_parameters": part}, None, 2.0)
+
+
 def test_rope_scaling_factor_is_of_the_language_model_inside():
     tiny = get("llava").tiny[0].fields
     seeing = {"architectures": ["LlavaForConditionalGeneration"], **tiny}

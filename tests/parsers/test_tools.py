@@ -460,6 +460,7 @@ def test_no_reader_fails_on_debris_of_python_and_json(text: str) -> None:
         ("gemma4", GB, '<|"|>', GE),
         ("gemma4", GB, '<|"', GE),
         ("gemma4", GB, "a ", GE),
+        ("gemma4", GB, " ", GE),
     ],
 )
 def test_work_does_not_grow_with_the_square_of_an_answer(

@@ -22,6 +22,7 @@ from toolkit.quant.merge import merge
     [
         ("llama", "[qv]_proj|down_proj|lm_head|embed_tokens", {"use_rslora": True}),
         ("phi3", "qkv_proj|gate_up_proj", {"use_dora": True, "modules_to_save": ["lm_head"]}),
+        ("gemma4_text", "o_proj|per_layer_input_gate|per_layer_model_projection", {}),
     ],
 )
 def test_a_merged_checkpoint(

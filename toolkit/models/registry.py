@@ -352,5 +352,7 @@ def _dynamic(rope: Any, factor: float) -> dict[str, Any]:
     old = rope if isinstance(rope, dict) else {}
     if any(kind in old for kind in LAYER_TYPES):
         return {**old, "full_attention": _dynamic(old.get("full_attention"), factor)}
+    if "proportional" in (old.get("rope_type"), old.get("type")):  # dynamic rope would turn other pairs of numbers
+        raise UsageError("rope_scaling_factor: this model turns a part of its frequencies (proportional); leave it out")
     kept = {key: old[key] for key in ("rope_theta", "partial_rotary_factor", "mrope_section") if key in old}
     return {**kept, "rope_type": "dynamic", "factor": factor}

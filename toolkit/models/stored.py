@@ -67,18 +67,19 @@ def fused_experts(
     woven: bool = False,
     transposed: bool = False,
     bare: bool = True,
+    inside: str = "mlp.experts",
 ) -> list[Fused]:
     """Experts that stand in two tensors, ``names``: [experts, 2 · inner, hidden], of each expert the gate before up, or
     where they are ``woven`` row by row in turn, and [experts, hidden, inner], down. ``transposed``: with the two last
-    axes the other way round."""
+    axes the other way round. ``inside``: what canonical names have before an expert's number."""
     both: dict[str, Rows] = {}
     for e in range(count):
         start, stop = 2 * inner * e, 2 * inner * (e + 1)
         gate, up = (
             ((start, stop, 2), (start + 1, stop, 2)) if woven else ((start, start + inner), (start + inner, stop))
         )
-        both |= {f"mlp.experts.{e}.gate_proj": (gate,), f"mlp.experts.{e}.up_proj": (up,)}
-    down: dict[str, Rows] = {f"mlp.experts.{e}.down_proj": ((hidden * e, hidden * (e + 1)),) for e in range(count)}
+        both |= {f"{inside}.{e}.gate_proj": (gate,), f"{inside}.{e}.up_proj": (up,)}
+    down: dict[str, Rows] = {f"{inside}.{e}.down_proj": ((hidden * e, hidden * (e + 1)),) for e in range(count)}
     found = []
     for name, rows, shape in ((names[0], both, (2 * inner, hidden)), (names[1], down, (hidden, inner))):
         stored = (count, *(shape[::-1] if transposed else shape))

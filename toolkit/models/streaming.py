@@ -25,6 +25,8 @@ def stream(spec: DecoderSpec, window: int, sinks: int) -> DecoderSpec:
         raise UsageError("kv_window: this model's positions are learned, and end where they do; leave it out")
     if not whole:
         raise UsageError("kv_window: this model keeps no token for ever as it is; leave it out")
+    if sinks and any(mixer.kind == "reuse" for _, mixer in spec.mixers()):
+        raise UsageError("kv_window: this model has layers that read keys of others; give kv_sinks 0, or leave it out")
     for mixer in whole:
         if (reason := _refused(mixer)) is not None:
             raise UsageError(f"kv_window: this model has {reason}; leave it out")

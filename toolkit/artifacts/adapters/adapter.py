@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from toolkit.artifacts.adapters.config import CONFIG, Scaling, read_config, scale_of
 from toolkit.artifacts.adapters.experts import stack_of
-from toolkit.artifacts.adapters.modules import as_computed, as_stored, modules_of
+from toolkit.artifacts.adapters.modules import as_computed, as_stored, idle_modules, modules_of
 from toolkit.artifacts.scales import UNSCALED, Scales
 from toolkit.artifacts.weight_files.find import file_headers
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
@@ -138,8 +138,9 @@ def read_changes(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor] =
 
 
 def changes_of_modules(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor]) -> dict[StoredTensor, Change]:
-    """As ``read_changes``, by the modules of the checkpoint, each whole and with its rows as they are there."""
-    return dict(_by_module(path, spec, stored, modules_of(spec, stored, wide=True), MAX_RANK))
+    """As ``read_changes``, by the modules of the checkpoint, each whole and with its rows as they are there; also of
+    what makes layers' own embeddings, which runners do not add low ranks to."""
+    return dict(_by_module(path, spec, stored, modules_of(spec, stored, wide=True, outer=True), MAX_RANK))
 
 
 def _read(
@@ -173,7 +174,10 @@ def _by_module(
     mapped = map_file(file)
     alone = {x.name: x for item in modules.values() for x in item.alone()}
     alone |= {item.parts[0].name: item for item in modules.values() if len(item.parts) == 1}  # as merging needs them
+    idle = idle_modules(spec, modules)
     for module, sides in pairs.items():
+        if module in idle or as_stored(module, idle) in idle:
+            continue
         target = modules.get(module) or modules.get(as_stored(module, modules)) or alone.get(as_computed(module))
         stack = None
         if target is None and sides.keys() == {"A", "B"}:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _OF_EXPERTS = (
 )
 
 
-def as_stored(module: str, modules: Mapping[str, StoredTensor]) -> str:
+def as_stored(module: str, modules: Container[str]) -> str:
     """What the checkpoint calls a module that PEFT names as transformers does."""
     for begin, others in _AS_STORED.items():
         names = (f"{other}{module.removeprefix(begin)}" for other in others if module.startswith(begin))
@@ -39,8 +39,19 @@ def as_computed(module: str) -> str:
     return module
 
 
-def modules_of(spec: DecoderSpec, stored: Sequence[StoredTensor], wide: bool = False) -> dict[str, StoredTensor]:
-    """Modules that an adapter may change, by their names on disk. ``wide``: also embedding, head, routers, experts."""
+def idle_modules(spec: DecoderSpec, modules: Mapping[str, StoredTensor]) -> set[str]:
+    """What the keys and values are called of layers that read other layers': Gemma 4's first class in transformers, and
+    Google's files, have them, so that adapters do too. Nothing comes of them."""
+    own = {part.name: name for name, item in modules.items() for part in item.parts}
+    queries = (own.get(mixer.q.name, mixer.q.name) for _, mixer in spec.mixers() if mixer.kind == "reuse")
+    return {f"{name.rpartition('.')[0]}.{end}" for name in queries for end in ("k_proj", "v_proj")}
+
+
+def modules_of(
+    spec: DecoderSpec, stored: Sequence[StoredTensor], wide: bool = False, outer: bool = False
+) -> dict[str, StoredTensor]:
+    """Modules that an adapter may change, by their names on disk. ``wide``: also embedding, head, routers, experts;
+    ``outer``: also what makes layers' own embeddings of the stream's."""
     from toolkit.models.spec import Part, StoredTensor
 
     mixers = [s.mixer for layer in spec.layers for s in layer.sublayers]
@@ -51,6 +62,8 @@ def modules_of(spec: DecoderSpec, stored: Sequence[StoredTensor], wide: bool = F
     if wide:
         shapes[spec.embed] = spec.vocab_size, spec.hidden_size
         shapes[spec.head] = spec.head_size, spec.hidden_size
+    if outer and spec.per_layer is not None:
+        shapes[spec.per_layer.projection.name] = spec.per_layer.columns, spec.hidden_size
     found = {s.name: s for s in stored if len(s.shape) == 2 and all(p.name in shapes for p in s.parts)}
     inside = {p.name for s in found.values() for p in s.parts if s.name != p.name}
     for name, shape in shapes.items():

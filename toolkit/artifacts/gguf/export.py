@@ -363,7 +363,7 @@ def _pieces(
 
 def _inside(name: str) -> str:
     """A canonical name without its layer, {} in place of an expert's number."""
-    return re.sub(r"\.experts\.\d+\.", ".experts.{}.", name.split(".", 3)[-1])
+    return re.sub(r"\.experts\.\d+\.", ".experts.{}.", name).split(".", 3)[-1]
 
 
 def _expert(name: str) -> int:

@@ -104,7 +104,9 @@ def _mixture(config: Fields, dims: Dims, act: Activation) -> Callable[[int], Moe
 
     def make(layer: int) -> MoeSpec:
         made = experts(layer, dims.hidden, inner, act, count=count, top_k=top_k, norm_topk=True)
-        return replace(made, logit_scale=dims.hidden**-0.5, each=f"model.layers.{layer}.router.per_expert_scale")
+        prefix = f"model.layers.{layer}"  # of experts as quantized files have them, one by one
+        own = tuple(gated_mlp(f"{prefix}.experts.{e}", dims.hidden, inner, act) for e in range(count))
+        return replace(made, experts=own, logit_scale=dims.hidden**-0.5, each=f"{prefix}.router.per_expert_scale")
 
     return make
 
@@ -117,6 +119,10 @@ def build(config: Fields) -> Built:
     config = config.filled({"rope_parameters": ROPES})
     types, window = _types(config, dims.layers), read_window(config, default=512)
     owns, sources = _own_dims(config, dims, types), _sources(config, types)
+    for i, source in enumerate(sources):
+        if source is not None and owns[i] != owns[source]:
+            heads = f"{owns[i].kv_heads} heads of {owns[i].head_dim}"
+            config.fail(f"per_layer_config.{i}", heads, f"those of layer {source}, whose keys and values it reads")
     bias, same = config.flag("attention_bias", False), config.flag("attention_k_eq_v", False)
     act = config.activation("hidden_activation", default="gelu_pytorch_tanh")
     wide = config.flag("use_double_wide_mlp", False)
@@ -182,18 +188,19 @@ def build(config: Fields) -> Built:
         logit_softcap=softcap(config, "final_logit_softcapping", None),
         per_layer=table,
     )
-    names = renamed(ENDS, {"mlp.experts.": "experts."})
-    first = None if mixture is None else mixture(0)
-    stacks = () if first is None else fused_experts(len(first.experts), dims.hidden, first.experts[0].up.out_features)
-    stored = stored_tensors(spec, names, stacks)
+    first = () if mixture is None else mixture(0).experts
+    sizes = (len(first), dims.hidden, first[0].up.out_features) if first else (0, 0, 0)
+    stacks = fused_experts(*sizes, ("experts.gate_up_proj", "experts.down_proj"), inside="experts") if first else ()
+    stored = stored_tensors(spec, renamed(ENDS), stacks)
     return spec, [replace(item, bare=True) if item.name.endswith(ROUTER) else item for item in stored]
 
 
 def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     count = config["num_hidden_layers"]
     slides = file.flags("attention.sliding_window_pattern")
-    if slides is None or len(slides) != count:
-        raise ToolkitError(f"gguf: gemma4.attention.sliding_window_pattern: expected {count} truths, one a layer")
+    if slides is None or len(slides) != count or slides[-1]:
+        told = f"expected {count} truths, one a layer, of which the last is false"
+        raise ToolkitError(f"gguf: gemma4.attention.sliding_window_pattern: {told}")
     keys, inner = file.each("attention.head_count_kv", count), file.each("feed_forward_length", count)
     head, full, local = config["head_dim"], slides.index(False), slides.index(True) if True in slides else 0
     shared = file.stated("attention.shared_kv_layers", 0)
@@ -275,7 +282,7 @@ NAMES = {
     "post_norm": "post_per_layer_input_norm",
 }
 BESIDE = {
-    **EXPERT_BLOCK,
+    **{theirs: ours.removeprefix("mlp.") if "{}" in ours else ours for theirs, ours in EXPERT_BLOCK.items()},
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
@@ -300,7 +307,7 @@ GGUF = Gguf(
         "per_layer_model_proj": PROJECTION,
         "per_layer_proj_norm": "model.per_layer_projection_norm",
     },
-    stacks={"ffn_gate_up_exps": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")},
+    stacks={"ffn_gate_up_exps": ("experts.{}.gate_proj", "experts.{}.up_proj")},
     idle=("attn_k", "attn_v", "attn_k_norm"),
     words="gemma4",
 )

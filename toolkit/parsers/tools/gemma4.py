@@ -15,7 +15,8 @@ from toolkit.parsers.json_calls import as_arguments, known, text_at
 from toolkit.parsers.xml_calls import typed
 
 _TEXT = '<|"|>'  # around a text
-_HEAD = re.compile(r'\s*(?:call)?:?\s*(?P<name>[^\s:,{}\[\]"<>]+)\s*(?=\{)')  # some leave "call" away, or all of it
+_BEGIN = r"\s*(?:(?:call)?:\s*|call\s+)?"  # some leave "call" away, or all of it; blanks are never looked at twice
+_HEAD = re.compile(_BEGIN + r'(?P<name>[^\s:,{}\[\]"<>]+)\s*(?=\{)')
 _KEY = re.compile(r'[^:,{}\[\]"<>]+(?=:)')
 _WORD = re.compile(r'[^,{}\[\]"<>]+')  # a number, true, false, null; or a text whose marks were forgotten
 _BLANKS = re.compile(r"\s*")
