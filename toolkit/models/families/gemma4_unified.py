@@ -12,6 +12,7 @@ from toolkit.models.decoder import Built
 from toolkit.models.families import gemma4
 from toolkit.models.families.gemma4_text import FULL, ROPES, SLIDES
 from toolkit.models.family import Family, Tiny
+from toolkit.models.mmproj import Clip, Mmproj
 from toolkit.models.pictures import Recipe
 from toolkit.models.spec import Part, StoredTensor
 from toolkit.models.towers import language_of, seeing, side, stored_vision
@@ -95,6 +96,42 @@ def video(config: Fields, preprocessor: Fields, recipe: Recipe) -> Video:
     return gemma4.video(_whole(config), preprocessor, recipe, KIND)
 
 
+NAMES = {"embedding_projection": "mm.input_projection"}
+NORMS = {"patch_norm": "v.patch_norm.1", "pre_norm": "v.patch_norm.2", "post_norm": "v.patch_norm.3"}
+
+
+def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
+    hidden, patch, pooled = clip.whole("embedding_length"), clip.whole("patch_size"), clip.whole(gemma4.SCALE, 3)
+    area = (patch * pooled) ** 2
+    tokens = clip.whole("image_max_pixels", gemma4.TOKENS * area) // area
+    vision = {
+        "model_type": "gemma4_unified_vision",
+        "mm_embed_dim": hidden,
+        "output_proj_dims": hidden,
+        "patch_size": patch,
+        "pooling_kernel_size": pooled,
+        "mm_posemb_size": clip.rows("v.position_embd.weight"),
+        "rms_norm_eps": clip.number("attention.layer_norm_epsilon"),
+        "num_soft_tokens": tokens,
+    }
+    fields = {"vision_config": vision, "image_token_id": clip.token("<|image|>")}
+    return fields, {"max_soft_tokens": tokens, "do_normalize": True}
+
+
+def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
+    pooled = next(factor for factor in (3, 2, *range(4, 17)) if vision.tower.patch % factor == 0)
+    found: dict[str, Any] = {
+        "image_size": 224,  # which tells nothing
+        "patch_size": vision.tower.patch // pooled,
+        "attention.layer_norm_epsilon": vision.projector[0].eps,  # that of the other norms is known there
+    }
+    if recipe.most != gemma4.TOKENS * recipe.unit**2:
+        found["image_max_pixels"] = recipe.most
+    if pooled != 3:
+        found[gemma4.SCALE] = pooled
+    return {f"clip.vision.{key}": value for key, value in found.items()}
+
+
 TEXT = dict(
     model_type="gemma4_unified_text",
     head_dim=16,
@@ -104,13 +141,19 @@ TEXT = dict(
     rope_parameters=ROPES,
 )
 VISION: dict[str, Any] = dict(
-    patch_size=7, pooling_kernel_size=3, mm_embed_dim=32, output_proj_dims=32, mm_posemb_size=70, rms_norm_eps=0.01
+    patch_size=7,
+    pooling_kernel_size=3,
+    mm_embed_dim=32,
+    output_proj_dims=32,
+    mm_posemb_size=70,
+    num_soft_tokens=70,
+    rms_norm_eps=0.01,
 )
 
 
 def _tiny(text: dict[str, Any], vision: dict[str, Any]) -> Tiny:
-    fields = dict(text_config=TEXT | text, vision_config=VISION | vision, **gemma4.TOKEN_IDS)
     vision = VISION | vision
+    fields = dict(text_config=TEXT | text, vision_config=vision, **gemma4.TOKEN_IDS)
     given = dict(image_processor_type="Gemma4UnifiedImageProcessor", max_soft_tokens=70)
     given |= {name: vision[name] for name in ("patch_size", "pooling_kernel_size")}
     return Tiny(fields, preprocessor=given, tokens=("<|image|>", "<|image>", "<image|>"))
@@ -124,14 +167,14 @@ FAMILY = Family(
     (
         _tiny(
             dict(sliding_window=72, attention_k_eq_v=True, num_global_key_value_heads=1),
-            dict(num_soft_tokens=70),
+            {},
         ),
         _tiny(
-            dict(sliding_window=16, use_bidirectional_attention=None, final_logit_softcapping=10.0),
+            dict(sliding_window=80, final_logit_softcapping=10.0, num_key_value_heads=1),
             dict(mm_embed_dim=24, output_proj_dims=24, patch_size=4, pooling_kernel_size=2, mm_posemb_size=140),
         ),
     ),
-    "not yet",
+    Mmproj("gemma4uv", NAMES, _read, _write, "gemma4_unified", tower=NORMS),
     recipe=recipe,
     video=video,
     blind="gemma4_unified_text",
