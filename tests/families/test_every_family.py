@@ -86,7 +86,7 @@ def oracle(model: tuple[str, Path, Path], support: Any, tiny_models: Any) -> Any
     kind = AutoModelForCausalLM if get(model[0]).recipe is None else AutoModelForImageTextToText
     support("upstream").mend()
     theirs = kind.from_pretrained(model[2], dtype=torch.float32, attn_implementation=form).eval()
-    if model[0] == "gemma4":  # reads marks of pictures as pads where there are none; texts here have any tokens
+    if model[0] in ("gemma4", "gemma4_unified"):  # they read marks of pictures as pads; texts here have any tokens
         theirs.config.image_token_id = -1
     twin = alibi is not None and model[1] != model[2]  # without ALiBi of its own: without rope, and a mask with it
     block = spec.block

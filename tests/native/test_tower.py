@@ -40,6 +40,8 @@ FAMILIES += [
     ("internvl_chat", 2),
     ("gemma4", 0),
     ("gemma4", 1),
+    ("gemma4_unified", 0),
+    ("gemma4_unified", 1),
 ]
 
 
@@ -69,7 +71,7 @@ def pictures(towers: Towers) -> list[Picture]:
         return photos(towers, (75, 40), (31, 62), (20, 20))
     merge = towers.vision.merge
     for i, (rows, columns) in enumerate(((4, 6), (12, 8), (2, 2))):
-        if tower.positions == "learned":
+        if tower.positions == "learned" and not tower.sides:
             rows, columns = tower.grid
         grid = tower.shapes[-i] if tower.tiles else (rows, columns)  # of tiles that see each other, or of patches
         tiles = grid[0] * grid[1] if tower.tiles else 1

@@ -1024,7 +1024,50 @@ def hybrid_pixels(**given: Any) -> Any:
     return DeepseekVLHybridImageProcessorPil(**own, resample=Image.Resampling.BILINEAR)
 
 
-PROCESSORS = {"Llama4ImageProcessor": Llama4Pixels, "VLMImageProcessor": hybrid_pixels}
+class UnifiedPixels:
+    """Gemma 4 12B's processor, which transformers has for torchvision alone: Gemma 4's patches, those of a token's
+    square put together pixel by pixel."""
+
+    model_input_names = ("pixel_values", "image_position_ids")
+
+    def __init__(self, **given: Any) -> None:
+        from transformers import Gemma4ImageProcessorPil
+
+        self.side, self.factor = given["patch_size"], given["pooling_kernel_size"]
+        self.processor = Gemma4ImageProcessorPil(**given)
+
+    def __call__(self, images: list[Any], return_tensors: str, **extra: Any) -> dict[str, Any]:
+        made = self.processor(images=images, return_tensors="np", **extra)
+        merged = [
+            self.merged(*picture) for picture in zip(made["pixel_values"], made["image_position_ids"], strict=True)
+        ]
+        most = max(len(places) for _, places in merged)
+        pad = [((0, most - len(places)), (0, 0)) for _, places in merged]
+        pixels = np.stack([np.pad(x, width) for (x, _), width in zip(merged, pad, strict=True)])
+        places = np.stack([np.pad(x, width, constant_values=-1) for (_, x), width in zip(merged, pad, strict=True)])
+        found = {"pixel_values": pixels, "image_position_ids": places}
+        return found if return_tensors == "np" else {name: torch.from_numpy(x) for name, x in found.items()}
+
+    def merged(self, patches: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of each token's square and its (column, row)."""
+        squares: dict[tuple[int, int], np.ndarray] = {}
+        side, factor = self.side, self.factor
+        for patch, (x, y) in zip(patches, places.tolist(), strict=True):
+            if x < 0:
+                continue
+            square = squares.setdefault((y // factor, x // factor), np.zeros((side * factor, side * factor, 3)))
+            top, left = y % factor * side, x % factor * side
+            square[top : top + side, left : left + side] = patch.reshape(side, side, 3)
+        order = sorted(squares)
+        numbers = np.stack([squares[at].reshape(-1) for at in order]).astype(np.float32)
+        return numbers, np.array([at[::-1] for at in order])
+
+
+PROCESSORS = {
+    "Llama4ImageProcessor": Llama4Pixels,
+    "VLMImageProcessor": hybrid_pixels,
+    "Gemma4UnifiedImageProcessor": UnifiedPixels,
+}
 STAND_INS: dict[str, type[StandIn]] = {  # by family and the number of the tiny model
     "cogvlm-0": CogVLM,
     "cogvlm-1": CogVLM,

@@ -277,7 +277,7 @@ def _randomize(model: Any, generator: Any) -> None:
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator)
             module = name.split(".")[-2].lower()
-            if "norm" in module or module.endswith("_ln"):
+            if "norm" in module or module.endswith("_ln") or module.startswith("patch_ln"):
                 p.copy_(p.mean() + 0.2 * noise)  # 1, or 0 where the model adds the 1
             elif name.endswith("bias"):
                 p.copy_(0.3 * noise)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from PIL import Image
 
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import left_out, validate_checkpoint
+from toolkit.convert.formats import rewrite
 from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
 from toolkit.models.registry import build, find_family, get, load_spec
@@ -23,11 +25,20 @@ SOUND = dict(
 )
 
 
-def recipe(shape: int, **given: Any) -> Any:
-    family = get("gemma4")
+def recipe(shape: int, name: str = "gemma4", **given: Any) -> Any:
+    family = get(name)
     assert family.recipe is not None
     tiny = family.tiny[shape]
     return family.recipe(Fields(dict(tiny.fields)), Fields({**tiny.preprocessor, **given}))
+
+
+def test_what_12b_hears_with_is_left_out(tiny_models: Any) -> None:
+    checkpoint = open_checkpoint(tiny_models("gemma4_unified", audio_config=dict(audio_embed_dim=16)))
+    spec, stored = load_spec(checkpoint)
+    validate_checkpoint(checkpoint, stored)
+    told = left_out(checkpoint, stored)
+    assert "model.embed_audio" in told and "vision" not in told
+    assert spec == load_spec(open_checkpoint(tiny_models("gemma4_unified")))[0]
 
 
 def test_what_it_hears_with_is_left_out(tiny_models: Any) -> None:
@@ -39,11 +50,21 @@ def test_what_it_hears_with_is_left_out(tiny_models: Any) -> None:
     assert spec == load_spec(open_checkpoint(tiny_models("gemma4")))[0]
 
 
-def test_without_a_tower_it_reads_texts() -> None:
-    config = tiny_config(get("gemma4")) | {"vision_config": None}
-    assert find_family(config).name == "gemma4_text"
+@pytest.mark.parametrize(("name", "blind"), [("gemma4", "gemma4_text"), ("gemma4_unified", "gemma4_unified_text")])
+def test_without_a_tower_it_reads_texts(name: str, blind: str) -> None:
+    config = tiny_config(get(name)) | {"vision_config": None}
+    assert find_family(config).name == blind
+    spec, seeing = build(config)[0], build(tiny_config(get(name)))[0]
+    assert spec.vision is None and len(spec.layers) == len(seeing.layers)
+    assert name == "gemma4_unified" or spec.layers == seeing.layers
+
+
+def test_pictures_of_12b_see_each_other_where_nothing_is_said() -> None:
+    config = tiny_config(get("gemma4_unified"))
     spec = build(config)[0]
-    assert spec.vision is None and spec.layers == build(tiny_config(get("gemma4")))[0].layers
+    assert all(a.strict == (a.window is None) for _, a in spec.attention_layers()) and spec.together == 70
+    silent = {**config, "text_config": {**config["text_config"], "use_bidirectional_attention": None}}
+    assert build(silent)[0].together == 0
 
 
 def test_pictures_have_no_more_tokens_than_there_is_room_for() -> None:
@@ -55,6 +76,48 @@ def test_pictures_have_no_more_tokens_than_there_is_room_for() -> None:
     ):
         with pytest.raises(ToolkitError, match=f"max_soft_tokens: .*{named}"):
             recipe(shape, max_soft_tokens=tokens)
+    with pytest.raises(ToolkitError, match=r"max_soft_tokens: .*at most 70, vision_config.num_soft_tokens"):
+        recipe(0, "gemma4_unified", max_soft_tokens=140)
+
+
+def test_the_second_file_of_12b_is_as_llama_cpp_writes_it(tiny_models: Any, tmp_path: Path) -> None:
+    """Its converter's orders: colours before pixels, places of columns before those of rows."""
+    from gguf import GGUFReader
+    from safetensors.numpy import load_file
+
+    path = tiny_models("gemma4_unified")
+    rewrite(str(path), tmp_path / "m.gguf", to="gguf", gguf_type="f32")
+    reader = GGUFReader(tmp_path / "mmproj-m.gguf")
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    stored, side = load_file(path / "model.safetensors"), 21
+    i = np.arange(3 * side**2)
+    order = i % side**2 // side * side * 3 + i % side * 3 + i // side**2
+    ours = {
+        "v.patch_norm.1.weight": stored["model.vision_embedder.patch_ln1.weight"][order],
+        "v.patch_norm.1.bias": stored["model.vision_embedder.patch_ln1.bias"][order],
+        "v.patch_embd.weight": stored["model.vision_embedder.patch_dense.weight"][:, order],
+        "v.patch_embd.bias": stored["model.vision_embedder.patch_dense.bias"],
+        "v.patch_norm.2.weight": stored["model.vision_embedder.patch_ln2.weight"],
+        "v.patch_norm.2.bias": stored["model.vision_embedder.patch_ln2.bias"],
+        "v.position_embd.weight": stored["model.vision_embedder.pos_embedding"].transpose(1, 0, 2),
+        "v.patch_norm.3.weight": stored["model.vision_embedder.pos_norm.weight"],
+        "v.patch_norm.3.bias": stored["model.vision_embedder.pos_norm.bias"],
+        "mm.input_projection.weight": stored["model.embed_vision.embedding_projection.weight"],
+    }
+    assert sorted(found) == sorted(ours)
+    for name, numbers in ours.items():
+        assert tuple(found[name].shape[::-1]) == numbers.shape
+        np.testing.assert_array_equal(found[name].data.reshape(numbers.shape), numbers)
+    said = {name: reader.fields[f"clip.vision.{name}"].contents() for name in ("patch_size", "block_count")}
+    assert said == {"patch_size": 7, "block_count": 0}
+    assert reader.fields["clip.vision.attention.layer_norm_epsilon"].contents() == pytest.approx(0.01)
+
+
+def test_rows_of_another_width_than_they_are_projected_from() -> None:
+    config = tiny_config(get("gemma4_unified"))
+    config["vision_config"] = {**config["vision_config"], "output_proj_dims": 48}
+    with pytest.raises(ToolkitError, match=r"vision_config.output_proj_dims: found 48, expected 32, as mm_embed_dim"):
+        build(config)
 
 
 def test_layers_without_a_window_look_at_nothing_behind() -> None:

@@ -38,6 +38,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llava", {"size": 28, "crop_size": 28}),
     ("gemma3", SCANS),
     ("gemma4", {"max_soft_tokens": 140, "do_normalize": True, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 1, 1]}),
+    (
+        "gemma4_unified",
+        {"max_soft_tokens": 70, "do_normalize": True, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 1, 1]},
+    ),
     ("internlmxcomposer2-1", {}),
     ("internlmxcomposer2-2", {}),
     ("mgm-1", {}),
@@ -88,17 +92,19 @@ def test_numbers_are_the_authors(name: str, changes: dict[str, Any], size: tuple
     if recipe.kind == "area":
         pixels = unfolded(pixels, theirs["image_grid_thw"][0], tiny.preprocessor.get("patch_size", 14))
     if recipe.kind == "fill":
-        pixels = laid_out(pixels[0], theirs["image_position_ids"][0], tiny.preprocessor["patch_size"])
+        side, signed = (recipe.unit, False) if name == "gemma4_unified" else (tiny.preprocessor["patch_size"], True)
+        pixels = laid_out(pixels[0], theirs["image_position_ids"][0], side)
+        pixels = 2 * pixels - 1 if signed else pixels
     if mine.more is not None:
         np.testing.assert_allclose(mine.more, theirs["high_res_pixel_values"], atol=1e-3, rtol=0)
     np.testing.assert_allclose(mine.pixels, pixels.reshape(-1, *pixels.shape[-3:]), atol=1e-3, rtol=0)
 
 
 def laid_out(patches: np.ndarray, places: np.ndarray, side: int) -> np.ndarray:
-    """The picture of flat patches, colours last, by their (column, row), as Gemma 4's tower scales it."""
+    """The picture of flat patches, colours last, by their (column, row)."""
     columns, rows = places.max(0) + 1
     grid = patches[: rows * columns].reshape(rows, columns, side, side, 3)
-    return 2 * grid.transpose(4, 0, 2, 1, 3).reshape(1, 3, rows * side, columns * side) - 1
+    return grid.transpose(4, 0, 2, 1, 3).reshape(1, 3, rows * side, columns * side)
 
 
 def unfolded(patches: np.ndarray, grid: np.ndarray, side: int) -> np.ndarray:

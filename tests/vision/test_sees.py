@@ -132,12 +132,22 @@ class Seeing:
         config = self.model.config
         if "image_grid_thw" in inputs or "image_position_ids" in inputs:
             inputs = {**inputs, "mm_token_type_ids": (torch.tensor([ids]) == config.image_token_id).int()}
+        if self.family == "gemma4_unified":
+            inputs = {**inputs, "attention_mask": self._masks(ids, inputs["mm_token_type_ids"])}
         if self.spec.vision.crossed:
             inputs = {**inputs, "cross_attention_mask": self._looks(ids, inputs["aspect_ratio_mask"])}
         if self.spec.vision.mutual and "image_position_ids" not in inputs:
             inputs = {**inputs, "token_type_ids": (torch.tensor([ids]) == config.image_token_id).int()}
         with torch.inference_mode():
             return self.model(input_ids=torch.tensor([ids]), use_cache=False, **inputs).logits[0].numpy()
+
+    def _masks(self, ids: list[int], kinds: Any) -> Any:
+        """Of Gemma 4 12B as it writes: called by itself, its class lets pictures see each other in every layer."""
+        import torch
+
+        model, places = self.model, torch.arange(len(ids))[None]
+        rows, whole = torch.zeros(1, len(ids), 1), torch.ones(1, len(ids), dtype=torch.long)
+        return model.create_masks_for_generate(model.config, rows, whole, None, places, mm_token_type_ids=kinds)
 
     def _looks(self, ids: list[int], tiles: Any) -> Any:
         """Which tiles each token looks at, as transformers' processor has it."""
@@ -213,7 +223,7 @@ def test_a_prompt_may_end_in_a_picture(seeing: Seeing) -> None:
     (got,) = run(
         opened(seeing.path, "pytorch", budget=len(ids) - 1), request("a", ids, pictures, logits="all")
     ).values()
-    expected = seeing.logits([*ids, *got[0][:-1]], seeing.inputs(PICTURES))
+    expected = seeing.logits(ids, seeing.inputs(PICTURES))
     last = np.concatenate(got[1])[len(ids) - 1, : expected.shape[1]]
     np.testing.assert_allclose(last, expected[len(ids) - 1], rtol=3e-4, atol=3e-4)
 
@@ -296,6 +306,7 @@ def test_gguf_sees_the_same(seeing: Seeing, tmp_path: Path, monkeypatch: pytest.
     reader = GGUFReader(tmp_path / "mmproj-m.gguf")
     allowed = {TENSOR_NAMES[t] for t in MODEL_TENSORS[MODEL_ARCH.MMPROJ]}
     allowed = {re.sub(r"\{bid\}", r"\\d+", re.escape(name).replace(r"\{", "{").replace(r"\}", "}")) for name in allowed}
+    allowed.add(r"v\.patch_norm\.\d+")  # of later tables
     allowed.add(re.escape("resampler.pos_embed_k"))  # as llama.cpp reads it; the table's name has no e
     end = "(.weight|.bias|.(in|out)put_(min|max))?(.1)?"
     for tensor in reader.tensors:
@@ -401,6 +412,7 @@ def test_quantizing_leaves_the_tower_as_it_is(family: str, tiny_models: Any, tmp
         ("gemma3", 0),
         ("gemma4", 0),
         ("gemma4", 1),
+        ("gemma4_unified", 0),
         ("qwen3_vl", 0),
         ("mllama", 0),
         ("cogvlm", 0),

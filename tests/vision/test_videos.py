@@ -280,6 +280,7 @@ def test_the_models_own_file_counts(tiny_models: Any, tmp_path: Path) -> None:
         ("llava_onevision", "{0}{1}{2}\n"),
         ("internvl", "Frame1: <img>{0}</img>\nFrame2: <img>{1}</img>\nFrame3: <img>{2}</img>\n"),
         ("gemma4", "00:00 <|image>{0}<image|> 00:00 <|image>{1}<image|> 00:01 <|image>{2}<image|>"),
+        ("gemma4_unified", "00:00 <|image>{0}<image|> 00:00 <|image>{1}<image|> 00:01 <|image>{2}<image|>"),
         ("minicpmv", "<image>{0}</image>\n<image>{1}</image>\n<image>{2}</image>\n"),
     ],
 )

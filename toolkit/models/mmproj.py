@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from toolkit.errors import ToolkitError
 from toolkit.models.gguf import Gguf
 from toolkit.models.pictures import Recipe
-from toolkit.models.vision import PREFIX, VisionSpec
+from toolkit.models.vision import PREFIX, Tower, VisionSpec
 
 BREAK = "v.token_embd.img_break"  # the embedding of what stands between a picture's lines, for towers that have lines
 # Canonical names of the tower, ``vision.`` and layers' numbers apart → stems of tensors there.
@@ -132,6 +132,12 @@ class Mmproj:
     def _deep(self, rest: list[str]) -> str:
         """Of a linear whose name has several parts."""
         return ".".join([self.names[".".join(rest[:-1])], rest[-1]])
+
+
+def by_pixel(name: str, tower: Tower) -> bool:
+    """Whether numbers of a patch stand pixel by pixel in the canonical parameter, which there stand colour by
+    colour."""
+    return tower.patch_last and name.removeprefix(PREFIX) in ("patch.weight", "patch_norm.weight", "patch_norm.bias")
 
 
 def kernel(shape: tuple[int, ...], side: int) -> tuple[int, ...]:

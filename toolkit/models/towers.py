@@ -70,6 +70,16 @@ ABSENT: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "vocab_size": 262144,
     },
+    "gemma4_unified_text": LLAMA
+    | {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 262144,
+        "vocab_size": 262144,
+    },
     "qwen2": LLAMA | {"intermediate_size": 22016, "max_position_embeddings": 32768, "vocab_size": 151936},
 }
 

@@ -40,7 +40,8 @@ class Tower:
     most, in one of the ``shapes`` (rows, columns), and each tile attends to all: learned vectors tell where it stands,
     and behind the last norm ``over_all`` more layers follow, what they add weighted by one number; what left the layers
     ``gathered`` stands beside their output, number by number. ``sides``: so many places are learned for columns, and as
-    many for rows; of both each patch has its own added. ``by_head``: q and k are normed head by head, all by the same
+    many for rows; of both each patch has its own added. ``patch_norm``: the numbers of a patch are normed before they
+    are multiplied. ``by_head``: q and k are normed head by head, all by the same
     weight, values too and by none. ``norm_both``: what a layer adds is normed as well as what it reads. ``scale``
     multiplies q·k, 0: 1 / √head_dim. ``clipped``: what linears of layers read and give is kept within ``BOUNDS`` that
     are stored beside each.
@@ -89,6 +90,7 @@ class Tower:
     norm_both: bool = later(False)
     scale: float = later(0.0)
     clipped: bool = later(False)
+    patch_norm: bool = later(False)
 
     @property
     def outputs(self) -> int:
@@ -238,6 +240,8 @@ def tensors(spec: VisionSpec) -> Shapes:
     tower = spec.tower
     found: Shapes = {}
     patch = 3 * tower.frames * tower.patch**2
+    if tower.patch_norm:
+        _norm(found, "vision.patch_norm", tower, patch)
     _linear(found, "vision.patch", patch, tower.hidden, tower.patch_bias)
     if tower.class_token:
         found["vision.class"] = (tower.hidden,)
@@ -362,10 +366,10 @@ def _linear(found: Shapes, name: str, inputs: int, outputs: int, bias: bool) -> 
         found[f"{name}.bias"] = (outputs,)
 
 
-def _norm(found: Shapes, name: str, tower: Tower) -> None:
-    found[f"{name}.weight"] = (tower.hidden,)
+def _norm(found: Shapes, name: str, tower: Tower, size: int = 0) -> None:
+    found[f"{name}.weight"] = (size or tower.hidden,)
     if tower.norm == "layer":
-        found[f"{name}.bias"] = (tower.hidden,)
+        found[f"{name}.bias"] = (size or tower.hidden,)
 
 
 def patch_numbers(spec: VisionSpec) -> int:

@@ -21,7 +21,7 @@ from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 from toolkit.models.family import Family
 from toolkit.models.gguf import MOST_LAYERS
-from toolkit.models.mmproj import Mmproj
+from toolkit.models.mmproj import Mmproj, by_pixel
 from toolkit.models.registry import families, get
 from toolkit.models.spec import StoredTensor
 from toolkit.models.vision import Shapes, VisionSpec, tensors
@@ -128,14 +128,15 @@ class Eyes:
 
         shapes = tensors(spec)
         if self.spelling.as_stored:
-            name = item.parts[0].name
-            found = self._numbers(spec, name, shapes)
-            if name == "vision.patch.weight" and spec.tower.patch_last:
-                found = found.reshape(spec.tower.hidden, 3, -1).transpose(1, 2)
-            return found.reshape(item.shape)
+            return self._numbers(spec, item.parts[0].name, shapes).reshape(item.shape)
         parts = [self._canonical(spec, part.name, shapes).reshape(-1) for part in item.parts]
         wide = parts if len({part.dtype for part in parts}) == 1 else [part.float() for part in parts]
-        return torch.cat(wide).reshape(item.shape)
+        found = torch.empty(math.prod(item.shape), dtype=wide[0].dtype)
+        for part, numbers in zip(item.parts, wide, strict=True):
+            places = [found[slice(*rows)] for rows in part.rows or ((0, len(found)),)]
+            for place, some in zip(places, numbers.split([len(place) for place in places]), strict=True):
+                place.copy_(some)
+        return found.reshape(item.shape)
 
     def _there(self, spec: VisionSpec, item: StoredTensor, shapes: Shapes) -> bool:
         return all(self._name(spec, part.name, shapes) in self.container.tensors for part in item.parts)
@@ -179,7 +180,8 @@ class Eyes:
             flat = (math.prod(info.shape[:-1]), info.shape[-1])
             weight = from_blocks(info.dtype, self.container.raw(source), flat)
             parts.append((weight.weight if isinstance(weight, Dense) else weight.dequantize()).reshape(info.shape))
-        return parts[0] if len(parts) == 1 else torch.stack(parts, 2)
+        found = parts[0] if len(parts) == 1 else torch.stack(parts, 2)
+        return found.reshape(-1, 3, spec.tower.patch**2).transpose(1, 2) if by_pixel(name, spec.tower) else found
 
     def _canonical(self, spec: VisionSpec, name: str, shapes: Shapes) -> Tensor:
         import torch

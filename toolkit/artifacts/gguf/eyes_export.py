@@ -23,7 +23,7 @@ from toolkit.artifacts.manifest import title
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.artifacts.weights import is_present, load_stored, split_parts
 from toolkit.errors import ToolkitError
-from toolkit.models.mmproj import BREAK, Mmproj, kernel
+from toolkit.models.mmproj import BREAK, Mmproj, by_pixel, kernel
 from toolkit.models.pictures import Recipe
 from toolkit.models.registry import get
 from toolkit.models.spec import DecoderSpec, StoredTensor
@@ -65,7 +65,7 @@ def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
 
 def _metadata(spec: DecoderSpec, vision: VisionSpec, recipe: Recipe, spelling: Mmproj) -> dict[str, Any]:
     tower = vision.tower
-    if tower.heads * tower.head_dim != tower.hidden:
+    if tower.taken and tower.heads * tower.head_dim != tower.hidden:
         raise ToolkitError(f"gguf: llama.cpp's towers have heads of {tower.hidden // tower.heads} numbers here")
     found: dict[str, Any] = {
         "general.architecture": "clip",
@@ -104,7 +104,7 @@ def _pieces(
             except KeyError:
                 raise ToolkitError(f"gguf: {name} has no place in llama.cpp's {spelling.projector}") from None
             shape = _shape([item.parts[i].name for i in parts], vision, spelling)
-            if spelling.as_stored and not _patch_last(name, vision):
+            if spelling.as_stored and not by_pixel(name, vision.tower):
                 shape = item.shape or (1,)
             kind = _kind(checkpoint, item, name, shape, target, spelling)
             for frame in range(vision.tower.frames if name == "vision.patch.weight" else 1):
@@ -112,11 +112,6 @@ def _pieces(
                 yield _Piece(entry, _reader(checkpoint, item, parts, vision, spelling, entry, frame))
     for target, values in (spelling.more(vision) if spelling.more is not None else {}).items():
         yield _Piece(Entry(target, values.shape, "F32"), partial(torch.from_numpy, values))
-
-
-def _patch_last(name: str, vision: VisionSpec) -> bool:
-    """Whether numbers of a patch stand pixel by pixel, which there stand colour by colour."""
-    return name == "vision.patch.weight" and vision.tower.patch_last
 
 
 def _together(item: StoredTensor, spelling: Mmproj) -> list[range]:
@@ -136,8 +131,10 @@ def _runs(name: str, vision: VisionSpec) -> bool:
 def _shape(names: list[str], vision: VisionSpec, spelling: Mmproj) -> tuple[int, ...]:
     """Of the tensor that these parameters, one below the other, become."""
     shapes, tower = tensors(vision), vision.tower
-    if names[0] == "vision.patch.weight":
+    if names[0] == "vision.patch.weight" and not tower.patch_norm:
         return (tower.hidden, 3, tower.patch, tower.patch)
+    if names[0] == "vision.position" and tower.sides:
+        return (2, tower.sides, tower.hidden)
     found = shapes[names[0]]
     if names[0] in spelling.kernels:
         return kernel(found, vision.merge)
@@ -147,7 +144,7 @@ def _shape(names: list[str], vision: VisionSpec, spelling: Mmproj) -> tuple[int,
 def _kind(
     checkpoint: Checkpoint, item: StoredTensor, name: str, shape: tuple[int, ...], target: str, spelling: Mmproj
 ) -> str:
-    if len(shape) != 2 or name == "vision.position" or name in spelling.vectors:
+    if len(shape) != 2 or name in ("vision.patch.weight", "vision.position") or name in spelling.vectors:
         return "F32"
     stored = checkpoint.info(item.weight_name).dtype
     kind = stored if stored in FLOATS else "F32"
@@ -167,8 +164,8 @@ def _reader(
         name, found = item.parts[parts[0]].name, _numbers(checkpoint, item, parts, spelling)
         if name == "vision.patch.weight" and vision.tower.frames > 1:
             found = found.reshape(vision.tower.hidden, 3, vision.tower.frames, -1)[:, :, frame]
-        if _patch_last(name, vision):
-            found = found.reshape(vision.tower.hidden, -1, 3).transpose(1, 2)
+        if by_pixel(name, vision.tower):
+            found = found.reshape(-1, vision.tower.patch**2, 3).transpose(1, 2)
         found = found.reshape(entry.shape[::-1]).T if name in spelling.turned else found.reshape(entry.shape)
         if spelling.heads and name.split(".")[3:4] in (["q"], ["k"]):
             found = found[torch.from_numpy(np.argsort(row_order(found.shape[0], vision.tower.heads)))]

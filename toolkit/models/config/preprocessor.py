@@ -196,26 +196,28 @@ def area_recipe(tower: Fields, config: Fields) -> Recipe:
     )
 
 
-def shown_numbers(config: Fields) -> Fields:
-    """Gemma 4's, for ``colours``: its tower takes what the processor gives to -1 … 1, and that norms if told to."""
+def shown_numbers(config: Fields, signed: bool = True) -> Fields:
+    """Gemma 4's, for ``colours``: its processor norms if told to. ``signed``: its tower takes that to -1 … 1."""
     norms = config.flag("do_normalize", False)
     mean, std = ((_three(config, name, (x,) * 3) if norms else (x,) * 3) for name, x in SHOWN)
-    ours = {"image_mean": [m + s / 2 for m, s in zip(mean, std, strict=True)], "image_std": [s / 2 for s in std]}
+    if signed:
+        mean, std = tuple(m + s / 2 for m, s in zip(mean, std, strict=True)), tuple(s / 2 for s in std)
+    ours = {"image_mean": list(mean), "image_std": list(std)}
     return config.changed({**ours, "do_normalize": True})
 
 
 SHOWN = (("image_mean", 0.0), ("image_std", 1.0))
 
 
-def fill_recipe(tower: Fields, config: Fields, merge: int, tokens: int) -> Recipe:
+def fill_recipe(tower: Fields, config: Fields, merge: int, tokens: int, signed: bool = True) -> Recipe:
     """Gemma 4's: as many tokens as there may be, ``merge`` patches along a side each; ``tokens`` where nothing is
-    said."""
+    said. ``signed``: as ``shown_numbers`` has it."""
     patch = _as_tower(config, "patch_size", tower, "patch_size", 16)
     if (found := config.integer("pooling_kernel_size", default=merge, high=16)) != merge:
         config.fail("pooling_kernel_size", found, f"{merge}, as the tower has it")
     most = config.integer("max_soft_tokens", default=tokens, low=16, high=1 << 14)
     unit = patch * merge
-    return Recipe(kind="fill", size=(0, 0), unit=unit, most=most * unit**2, **colours(shown_numbers(config)))
+    return Recipe(kind="fill", size=(0, 0), unit=unit, most=most * unit**2, **colours(shown_numbers(config, signed)))
 
 
 def _as_tower(config: Fields, name: str, tower: Fields, theirs: str, default: int) -> int:

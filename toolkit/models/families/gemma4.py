@@ -4,7 +4,7 @@ read. Source: transformers ``Gemma4ForConditionalGeneration``."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from toolkit.models.families.gemma4_text import FULL, ROPES, SLIDES
 from toolkit.models.family import Family, Tiny
 from toolkit.models.mmproj import Clip, Mmproj
 from toolkit.models.pictures import Recipe
-from toolkit.models.spec import Part, StoredTensor
+from toolkit.models.spec import DecoderSpec, Part, StoredTensor
 from toolkit.models.spec.decoder import Mixer
 from toolkit.models.towers import activation, language_of, seeing, side, stored_vision
 from toolkit.models.videos import Video
@@ -43,17 +43,41 @@ SPELLING = {
 }
 
 
-def tokens_of(config: Fields) -> int:
+@dataclass(frozen=True)
+class Kind:
+    """How a family's pictures differ. ``length``: the field of vision_config that says how many tokens one has at most;
+    ``places``, ``learned``: that of how many are learned along a side, and how many where it is absent, ``pooled``:
+    they are those of patches; ``signed``: the tower takes numbers to -1 … 1."""
+
+    length: str
+    places: str
+    learned: int
+    pooled: bool
+    signed: bool
+
+
+KIND = Kind("default_output_length", "position_embedding_size", 10_240, pooled=True, signed=True)
+
+
+def tokens_of(config: Fields, kind: Kind = KIND) -> int:
     """Of a picture at most, as far as config.json tells."""
-    return config.inner("vision_config").integer("default_output_length", default=TOKENS, high=1 << 14)
+    return config.inner("vision_config").integer(kind.length, default=TOKENS, high=1 << 14)
 
 
-def _pooled(vision: Fields) -> int:
+def pooled(vision: Fields) -> int:
+    """Patches along a side of what becomes one token."""
     found: int = vision.integer("pooling_kernel_size", default=3, low=2, high=16)
     return found
 
 
-def _mutual(config: Fields) -> bool:
+def places(vision: Fields, kind: Kind = KIND) -> int:
+    """That are learned along a side."""
+    found: int = vision.integer(kind.places, default=kind.learned, high=1 << 20)
+    return found
+
+
+def is_mutual(config: Fields) -> bool:
+    """Whether tokens of a picture see each other."""
     return config.inner("text_config").values.get("use_bidirectional_attention") == "vision"
 
 
@@ -85,7 +109,7 @@ def _tower(vision: Fields) -> Tower:
         o_bias=False,
         mlp_bias=False,
         patch_last=True,
-        sides=vision.integer("position_embedding_size", default=10_240, high=1 << 20),
+        sides=places(vision),
         by_head=True,
         norm_both=True,
         scale=1.0,
@@ -108,13 +132,18 @@ def _strict(mixer: Mixer) -> Mixer:
     return replace(mixer, strict=True) if mixer.kind == "attention" and mixer.window is None else mixer
 
 
+def sliding_alone(spec: DecoderSpec) -> DecoderSpec:
+    """With layers that see everything looking at nothing behind, whatever stands together."""
+    return spec.changed(lambda _, s: replace(s, mixer=_strict(s.mixer)))
+
+
 def _projector(vision: Fields, tower: Tower, outputs: int) -> tuple[Stage, ...]:
     """Without bias and scale, what the means are multiplied by shows in the epsilon of their norm alone."""
     whole, hidden = vision.flag("standardize", False), tower.hidden
     eps = tower.eps if whole else tower.eps / hidden
     standard = (Stage("standard", "vision.projector.standard", hidden),) if whole else ()
     return (
-        Stage("pool", factor=_pooled(vision)),
+        Stage("pool", factor=pooled(vision)),
         *standard,
         Stage("rms", inputs=hidden, eps=eps),
         Stage("linear", "vision.projector.embedding_projection", hidden, outputs),
@@ -123,13 +152,13 @@ def _projector(vision: Fields, tower: Tower, outputs: int) -> tuple[Stage, ...]:
 
 def build(config: Fields) -> Built:
     spec, text = language_of(config, default="gemma4_text")
-    vision, mutual = config.inner("vision_config"), _mutual(config)
+    vision, mutual = config.inner("vision_config"), is_mutual(config)
     tower, most = _tower(vision), tokens_of(config)
     projector = _projector(vision, tower, spec.hidden_size)
     token = config.integer("image_token_id", default=258_880, high=spec.vocab_size - 1)
     made = VisionSpec(tower, projector, token, mutual=mutual, most=most)
     if mutual:
-        spec = spec.changed(lambda _, s: replace(s, mixer=_strict(s.mixer)))
+        spec = sliding_alone(spec)
     shapes: dict[str, tuple[int, ...]] = {
         "vision.patch.weight": (tower.hidden, 3 * tower.patch**2),
         "vision.position": (2, tower.sides, tower.hidden),
@@ -139,10 +168,10 @@ def build(config: Fields) -> Built:
     return seeing((spec, text), made, stored, {"model.": "model.language_model."})
 
 
-def recipe(config: Fields, preprocessor: Fields) -> Recipe:
+def recipe(config: Fields, preprocessor: Fields, kind: Kind = KIND) -> Recipe:
     vision = config.inner("vision_config")
-    found = fill_recipe(vision, preprocessor, _pooled(vision), TOKENS)
-    _check_tokens(config, preprocessor, found.most // found.unit**2)
+    found = fill_recipe(vision, preprocessor, pooled(vision), TOKENS, kind.signed)
+    _check_tokens(config, preprocessor, found.most // found.unit**2, kind)
     return replace(
         found,
         mark="<|image|>",
@@ -153,27 +182,24 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     )
 
 
-def _check_tokens(config: Fields, preprocessor: Fields, tokens: int) -> None:
+def _check_tokens(config: Fields, preprocessor: Fields, tokens: int, kind: Kind) -> None:
     vision = config.inner("vision_config")
-    if _mutual(config) and tokens > (most := tokens_of(config)):
-        which = (
-            "vision_config.default_output_length of config.json: the engine has room for so many that see each other"
-        )
+    if is_mutual(config) and tokens > (most := tokens_of(config, kind)):
+        which = f"vision_config.{kind.length} of config.json: the engine has room for so many that see each other"
         preprocessor.fail("max_soft_tokens", tokens, f"at most {most}, {which}")
-    if tokens * _pooled(vision) > (places := vision.integer("position_embedding_size", default=10_240)):
-        preprocessor.fail(
-            "max_soft_tokens", tokens, f"at most {places // _pooled(vision)}: the tower has {places} places"
-        )
+    learned, each = places(vision, kind), pooled(vision) if kind.pooled else 1
+    if tokens * each > learned:
+        preprocessor.fail("max_soft_tokens", tokens, f"at most {learned // each}: the tower has {learned} places")
 
 
-def video(config: Fields, preprocessor: Fields, recipe: Recipe) -> Video:
+def video(config: Fields, preprocessor: Fields, recipe: Recipe, kind: Kind = KIND) -> Video:
     """Frames by themselves, up to 32 of a video, each behind its minute and second."""
     vision = config.inner("vision_config")
-    frames = fill_recipe(vision, preprocessor, _pooled(vision), OF_A_FRAME)
-    _check_tokens(config, preprocessor, frames.most // frames.unit**2)
+    frames = fill_recipe(vision, preprocessor, pooled(vision), OF_A_FRAME, kind.signed)
+    _check_tokens(config, preprocessor, frames.most // frames.unit**2, kind)
     changes = {"most": frames.most}
     preprocessor = preprocessor.filled({"fps": 24.0})  # what frames without times have; 32 are taken of any longer one
-    return shown_as(shown_numbers(preprocessor), recipe, changes, said="{clock} {picture}", between=" ")
+    return shown_as(shown_numbers(preprocessor, kind.signed), recipe, changes, said="{clock} {picture}", between=" ")
 
 
 SCALE = "projector.scale_factor"

@@ -1,4 +1,4 @@
-"""Gemma 4 12B (text), whose pictures have no tower: Gemma 4 without embeddings of layers' own and without experts.
+"""Gemma 4 12B (text): Gemma 4 without embeddings of layers' own and without experts.
 Source: transformers ``Gemma4UnifiedForCausalLM``."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIZES = {name: size for name, size in gemma4_text.SIZES.items() if name != "voca
 FAMILY = Family(
     "gemma4_unified_text",
     "Gemma 4 12B (text)",
-    ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
+    ("Gemma4UnifiedForCausalLM",),
     build,
     (Tiny(SIZES | dict(attention_k_eq_v=True, num_global_key_value_heads=1)),),
     gemma4_text.GGUF,

@@ -21,7 +21,7 @@ _MAY_BE_ZERO |= {"position_rows", "type_rows", "sink_tokens", "turning", "source
 WIDENING = ("linear", "matrix", "gated", "resample", "attend")
 _MAY_BE_ZERO_IN_VISION = {"grid", "window", "full", "inputs", "outputs", "image_token", "most_tiles", "layer"}
 _MAY_BE_ZERO_IN_VISION |= {"tiles", "over_all", "gathered", "rows", "heads", "overlap", "extra", "also", "rank"}
-_MAY_BE_ZERO_IN_VISION |= {"layers", "taken", "sides", "most"}
+_MAY_BE_ZERO_IN_VISION |= {"layers", "taken", "sides", "most", "head_dim", "inner"}
 
 
 def check_spec(spec: DecoderSpec) -> None:
@@ -121,7 +121,11 @@ def _vision(vision: VisionSpec, spec: DecoderSpec) -> None:
     _numbers(vision, "", _MAY_BE_ZERO_IN_VISION)
     tower, learned = vision.tower, vision.tower.positions == "learned"
     sound.expect("taken", tower.taken <= tower.layers, tower.taken, f"at most {tower.layers}")
-    sound.expect("grid", not (learned or tower.stretched) or min(tower.grid) > 0, tower.grid, "rows and columns")
+    if tower.layers or tower.over_all:
+        for name, found in (("heads", tower.heads), ("head_dim", tower.head_dim), ("inner", tower.inner)):
+            sound.expect(name, found > 0, found, "an integer from 1 up")
+    gridded = tower.stretched or (learned and not tower.sides)
+    sound.expect("grid", not gridded or min(tower.grid) > 0, tower.grid, "rows and columns")
     sound.expect("head_dim", learned or tower.head_dim % 4 == 0, tower.head_dim, "a multiple of 4")
     sound.expect("window", not (tower.window and tower.class_token), tower.window, "none with a class token")
     good = all(i < tower.taken for i in tower.gathered) and bool(tower.tiles) == bool(tower.shapes)

@@ -23,7 +23,7 @@ from toolkit.runners.native import library
 from toolkit.runners.native.mixers import flat
 from toolkit.runners.native.packing.packed import LANES, Floats, PackedWeights, floats
 from toolkit.runners.native.tensors import Record, Tensors
-from toolkit.runners.native.towers.tower_records import layer, norm, parts_of, product, projected
+from toolkit.runners.native.towers.tower_records import layer, norm, norm_of, parts_of, product, projected
 
 _ORDERS = {*MERGES, "pool", "standard"}  # stages that numpy does
 _PARTED = {"resample", "attend", "mine"}  # those that are several of the library's, rows put in order between them
@@ -80,6 +80,9 @@ class NativeEncoder:
     def _stages(self, t: Tensors) -> Iterator[Record]:
         tower = self.tower
         patch = 3 * tower.frames * tower.patch**2
+        if tower.patch_norm:
+            made = norm_of(t, "vision.patch_norm", patch, tower.norm == "layer", tower.eps)
+            yield self._stage("patch_norm", patch, patch, norm=made)
         yield self._stage("patch", patch, tower.hidden, product=product(t, "vision.patch", tower.patch_bias))
         if tower.pre_norm:
             yield self._stage("pre_norm", tower.hidden, tower.hidden, norm=norm(t, "vision.pre_norm", tower))
@@ -151,7 +154,8 @@ class NativeEncoder:
         """The rows of each picture, [tokens, hidden of the language model], those of deep branches beside them."""
         parts = [part for picture in pictures for part in self._parts(picture)]
         places = [patch_grid(part, self.tower.patch) for part in parts for _ in part]
-        x = self._placed(self._run(0, 0, np.concatenate([self._patches(part) for part in parts])), places)
+        numbers = np.concatenate([self._patches(part) for part in parts])
+        x = self._placed(self._run(0, self._at["patch"], numbers), places)
         outputs = zip(_ways(self.vision), self._layers(x, places), strict=False)
         made = [self._rows(way, stages, x, places, pictures) for (way, stages), x in outputs]
         return [np.concatenate(rows, 1) for rows in zip(*made, strict=True)]
@@ -199,7 +203,7 @@ class NativeEncoder:
             x = np.insert(x, starts, floats(self._weights["vision.class"]), 0)
         if tower.norm_first:
             x = self._run(self._at["pre_norm"], self._at["pre_norm"], x)
-        if tower.positions == "learned" and not tower.stretched:
+        if tower.positions == "learned" and not (tower.stretched or tower.sides):
             learned = floats(self._weights["vision.position"]).reshape(-1, tower.hidden)
             x = x + np.concatenate([learned[self._learned(grid)] for grid in places])
         if tower.sides:

@@ -106,7 +106,8 @@ class Encoder:
         if (repeats := 3 * self.tower.frames // pixels.shape[1]) > 1:
             x = x.repeat_interleave(repeats, 1)
         order = (0, 2, 4, 3, 5, 1) if self.tower.patch_last else (0, 2, 4, 1, 3, 5)
-        return self._linear("vision.patch", x.permute(*order).flatten(3).flatten(1, 2))
+        x = x.permute(*order).flatten(3).flatten(1, 2)
+        return self._linear("vision.patch", self._own_norm("vision.patch_norm", x) if self.tower.patch_norm else x)
 
     def _embed(self, part: NDArray[np.float32], grid: tuple[int, int]) -> Tensor:
         """Patches as rows, what stands for their places added where that is learned."""
@@ -116,7 +117,7 @@ class Encoder:
             x = torch.cat([self.weights["vision.class"].expand(len(x), 1, -1), x], 1)
         if tower.norm_first:
             x = self._own_norm("vision.pre_norm", x)
-        if tower.positions == "learned" and not tower.stretched:
+        if tower.positions == "learned" and not (tower.stretched or tower.sides):
             learned, first = self.weights["vision.position"], int(tower.class_token)
             if tower.nearest:
                 learned = torch.cat(
