@@ -93,11 +93,9 @@ def _reads_others(spec: DecoderSpec) -> None:
         assert source is not None
         mine, theirs = ((m.kv_heads, m.head_dim, m.group) for m in (mixer, source))
         sound.expect("source", mine == theirs, mine, f"kv_heads, head_dim and group {theirs} of its layer")
-        odd = source.chunked or source.block > 1 or source.mutual or source.sink_tokens or source.alibi
-        odd = (
-            odd or source.softcap is not None or source.sinks is not None or source.clip is not None or source.norm_last
-        )
-        odd = odd or source.q_scale is not None or source.gate is not None
+        told = (source.softcap, source.sinks, source.clip, source.q_scale, source.gate)
+        flags = (source.chunked, source.block > 1, source.mutual, source.sink_tokens, source.alibi, source.norm_last)
+        odd = any(flags) or any(x is not None for x in told)
         sound.expect("source", not odd, mixer.source, "a layer of plain attention")
 
 
