@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from toolkit.artifacts.canonical import Dense, GroupInt
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.sites import layer_sites
+from toolkit.models.sites import RowFold, layer_sites
+from toolkit.models.spec import LayerSpec, ReuseSpec
+from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.selection import select
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 from toolkit.runners.tensor.runner import TensorRunner
@@ -157,6 +162,24 @@ def test_scaling_changes_nothing_where_pictures_have_linears_of_their_own(family
         driver = steps.Driver(TensorRunner(opened.spec, lambda weights=weights: weights, options))
         found.append(driver.step({driver.add(): list(range(5, 40))}, "all", **shown).logits)
     assert np.abs(found[0] - found[1]).max() < 1e-4 * np.abs(found[0]).max()
+
+
+def test_values_that_another_layer_reads_too_take_no_scale(tiny_models, steps):
+    opened = open_model(tiny_models("llama"))
+    first, second, *rest = opened.spec.layers
+    mixer, mlp = second.sublayers
+    a = mixer.mixer
+    reuse = ReuseSpec(a.q, a.o, a.heads, a.kv_heads, a.head_dim, a.rope, source=0)
+    spec = replace(opened.spec, layers=(first, LayerSpec((replace(mixer, mixer=reuse), mlp)), *rest))
+    options, found = RunnerOptions(device="cpu", dtype="float32", block_size=16), []
+    for weights in (opened.weights(), ScaledWeights(opened.weights(), spec, 32)):
+        driver = steps.Driver(TensorRunner(spec, lambda weights=weights: weights, options))
+        found.append(driver.step({driver.add(): list(range(3, 40))}, "all").logits)
+    assert np.abs(found[0] - found[1]).max() < 1e-4 * np.abs(found[0]).max()
+    source = LayerSource(tiny_models("llama"))
+    source.spec = spec
+    folds = [[site.fold for site in select(source).sites(layer)] for layer in spec.layers]
+    assert not any(isinstance(fold, RowFold) and "v_proj" in fold.linear.name for fold in folds[0] + folds[1])
 
 
 def _numbers(weight):

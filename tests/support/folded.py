@@ -31,7 +31,7 @@ def fold_checkpoint(model: Path, path: Path, known: bool = True, seed: int = 0) 
     scales: dict[str, Scales] = {}
     for i, layer in enumerate(source.spec.layers):
         folded = Folded(source.layer(i, CPU))
-        for site in layer_sites(layer):
+        for site in layer_sites(layer, i in source.spec.lenders()):
             if site.fold is not None:
                 count = site.size // site.fold.repeat if isinstance(site.fold, RowFold) else site.size
                 fold_site(site, folded, FACTOR ** (torch.rand(count, generator=generator) * 2 - 1))

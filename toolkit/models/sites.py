@@ -70,8 +70,9 @@ class Site:
     fold: Fold | None
 
 
-def layer_sites(layer: LayerSpec) -> list[Site]:
-    """The sites of a layer in execution order; sublayers that share their input have one for it."""
+def layer_sites(layer: LayerSpec, lends: bool = False) -> list[Site]:
+    """The sites of a layer in execution order; sublayers that share their input have one for it. ``lends``: other
+    layers read its values too (``DecoderSpec.lenders``), which therefore take no scale."""
     found: list[Site] = []
     entry = 0
     for i, sub in enumerate(layer.sublayers):
@@ -83,7 +84,9 @@ def layer_sites(layer: LayerSpec) -> list[Site]:
             entry = len(found)
             found += [_entry(sub)] if sub.mixer.readers() else []
         if sub.mixer.kind in INNER:
-            found += INNER[sub.mixer.kind](sub.mixer)
+            inner = INNER[sub.mixer.kind](sub.mixer)
+            lent = lends and sub.mixer.kind == "attention"
+            found += [replace(x, fold=None) if lent and isinstance(x.fold, RowFold) else x for x in inner]
         found += [_down_site(m) for m in sub.mixer.mlps()]
     return found
 

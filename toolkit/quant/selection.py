@@ -17,16 +17,17 @@ from toolkit.quant.layers.source import LayerSource
 class Selection:
     """``dense``: canonical names of linears inside layers that stay as they are; ``head``: whether the head is
     quantized too; ``routed``: linears that tokens of pictures have otherwise, whose inputs and rows take no scale: what
-    they have stays as it is."""
+    they have stays as it is; ``lenders``: layers whose values others read."""
 
     dense: frozenset[str] = frozenset()
     head: bool = False
     routed: frozenset[str] = frozenset()
+    lenders: tuple[LayerSpec, ...] = ()
 
     def sites(self, layer: LayerSpec) -> list[Site]:
         """The sites of a layer with a linear to quantize; its other readers follow the site's scale and stay dense."""
         found = []
-        for site in layer_sites(layer):
+        for site in layer_sites(layer, layer in self.lenders):
             linears = tuple(x for x in site.linears if x.name not in self.dense)
             left = tuple(x for x in site.linears if x.name in self.dense)
             if linears:
@@ -59,7 +60,8 @@ def select(source: LayerSource, skip: Sequence[str] = (), include: Sequence[str]
     if not head and all(x.name in dense for x in source.quantizable()):
         raise UsageError("--skip, --include: no linear is left to quantize; leave some of them out")
     routed = () if spec.vision is None else spec.vision.routed
-    return Selection(frozenset(dense), head, frozenset(one.linear for one in routed))
+    lenders = tuple(spec.layers[i] for i in spec.lenders())
+    return Selection(frozenset(dense), head, frozenset(one.linear for one in routed), lenders)
 
 
 def _fitting(option: str, patterns: Sequence[str], modules: Sequence[StoredTensor]) -> set[str]:

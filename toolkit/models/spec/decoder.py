@@ -194,6 +194,11 @@ class DecoderSpec:
         """(layer index, attention) in order; one attention a layer."""
         return [(i, m) for i, m in self.mixers() if m.kind == "attention"]
 
+    def lenders(self) -> dict[int, AttentionSpec]:
+        """Attention whose keys and values later layers read, by layer."""
+        layers = dict(self.attention_layers())
+        return {i: layers[i] for i in sorted({m.source for _, m in self.mixers() if m.kind == "reuse"})}
+
     def keepers(self) -> list[Keeper]:
         """What the layers keep of a request, in execution order."""
         return [Keeper(i, m.group, kept) for i, m in self.mixers() if (kept := m.keeps()) is not None]

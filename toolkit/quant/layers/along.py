@@ -15,13 +15,7 @@ from toolkit.models.spec import AttentionSpec, DecoderSpec
 def width(spec: DecoderSpec) -> int:
     """Numbers of a token between layers: of the stream and of what goes along."""
     given = 0 if spec.per_layer is None else spec.per_layer.columns
-    return spec.hidden_size + given + sum(2 * a.kv_heads * a.head_dim for a in _kept(spec).values())
-
-
-def _kept(spec: DecoderSpec) -> dict[int, AttentionSpec]:
-    """Attention whose keys and values later layers read, by layer."""
-    layers = dict(spec.attention_layers())
-    return {i: layers[i] for i in sorted({m.source for _, m in spec.mixers() if m.kind == "reuse"})}
+    return spec.hidden_size + given + sum(2 * a.kv_heads * a.head_dim for a in spec.lenders().values())
 
 
 @dataclass
@@ -58,7 +52,7 @@ def along(spec: DecoderSpec, index: int) -> Along | None:
     if width(spec) == spec.hidden_size:
         return None
     at, start = {}, 0 if spec.per_layer is None else spec.per_layer.columns
-    for layer, a in _kept(spec).items():
+    for layer, a in spec.lenders().items():
         at[layer] = start
         start += 2 * a.kv_heads * a.head_dim
-    return Along(spec.hidden_size, index, _kept(spec), at)
+    return Along(spec.hidden_size, index, spec.lenders(), at)

@@ -44,7 +44,8 @@ class ScaledWeights(Named["Weight | Tensor"]):
     def __init__(self, weights: Mapping[str, Weight | Tensor], spec: DecoderSpec, group: int) -> None:
         super().__init__(weights)
         self._weights = weights
-        self._layers = [(layer, layer_sites(layer)) for layer in spec.layers]
+        lenders = spec.lenders()
+        self._layers = [(layer, layer_sites(layer, i in lenders)) for i, layer in enumerate(spec.layers)]
         self._layer_of = {name: i for i, (_, sites) in enumerate(self._layers) for s in sites for name in _touched(s)}
         routed = () if spec.vision is None else spec.vision.routed
         self._shapes = {n: x for n, x in routed_tensors(routed).items() if _linear_of(n) in self._layer_of}
