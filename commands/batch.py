@@ -49,9 +49,10 @@ def run(
     actors.check_ray()
     from toolkit.batch.run import open_files
 
-    pooling, template = settings.pooling, engine.chat_template
-    how = replace(filling, defaults=sampling.given())
-    files = open_files(source, target, how, model, limits, overwrite=overwrite, pooling=pooling, chat_template=template)
+    how, template = replace(filling, defaults=sampling.given()), engine.chat_template
+    files = open_files(
+        source, target, how, model, limits, overwrite=overwrite, settings=settings, chat_template=template
+    )
     tally = files.tally
     try:
         seconds = answer_all(files, target, "lines", model, settings, limits, engine, config, actors)

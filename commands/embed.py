@@ -60,10 +60,10 @@ def run(
     fields |= {} if config.first_adapter is None else {"model": config.first_adapter}
     filling = Filling(prompt=text, endpoint=EMBEDDINGS, id_column=id_column, extra_body=fields)
     answers = answers_file(target)
-    files = open_files(source, answers, filling, model, limits, overwrite=overwrite, pooling=pooling)
+    settings = BatchSettings(pooling=pooling)
+    files = open_files(source, answers, filling, model, limits, overwrite=overwrite, settings=settings)
     tally = files.tally
     try:
-        settings = BatchSettings(pooling=pooling)
         seconds = answer_all(files, answers, "texts", model, settings, limits, engine, config, OnRay())
     finally:
         files.close()

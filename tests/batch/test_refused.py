@@ -17,6 +17,7 @@ import pytest
 from tests.support.refused import refusing
 from toolkit.batch import run
 from toolkit.batch.filling import MOST_SCHEMA, Filler, Filling
+from toolkit.batch.options import BatchSettings
 from toolkit.batch.vectors import answers_file, check_target, collect
 from toolkit.engine.process.outage import Outage
 from toolkit.errors import ToolkitError, UsageError
@@ -126,6 +127,7 @@ def test_vectors_that_cannot_be_written(name: str, tmp_path: Path, monkeypatch: 
 COLLECTS = """
 import sys
 from pathlib import Path
+from toolkit.batch.options import BatchSettings
 from toolkit.batch.vectors import collect
 from toolkit.errors import ToolkitError
 try:
@@ -166,7 +168,9 @@ def test_a_killed_run_does_not_go_on_with_another_pooling(tmp_path: Path, suppor
     texts.write_text('{"text": "a"}\n{"text": "b"}\n')
     fields = {"encoding_format": "base64", "normalize": True, "truncate_prompt_tokens": -1}
     filling = Filling(prompt="{text}", endpoint="/v1/embeddings", extra_body=fields)
-    files = run.open_files(texts, answers_file(target), filling, "such", Limits(), pooling="mean")
+    files = run.open_files(
+        texts, answers_file(target), filling, "such", Limits(), settings=BatchSettings(pooling="mean")
+    )
     first = next(iter(files.source))
     files.results.write(answered(1, digest_of(first, files.salt), "row-1", 200, "r", b"{}"))
     files.close()
@@ -191,6 +195,31 @@ def test_a_run_does_not_go_on_with_another_chat_template(named: str, tmp_path: P
     own.write_text("{{ messages[0] }}")
     for other in ([], ["--chat-template", "base"], ["--chat-template", own]):
         done = support("command").tool(*same, *other)
+        assert done.returncode == 2 and "line 1 is not what" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    "option, value, other",
+    [("--generation-config", "own.json", "toolkit"), ("--reasoning-parser", "deepseek-r1", "qwen-qwq")],
+)
+def test_a_run_does_not_go_on_with_another_setting(
+    option: str, value: str, other: str, tmp_path: Path, support: Any
+) -> None:
+    """A generation_config.json is told by what it asks for, wherever it lies."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {}}\n')
+    for name in ("own.json", "copy.json"):
+        (tmp_path / name).write_text('{"do_sample": true, "top_k": 7}')
+    own, copy = (str(tmp_path / name) if value == "own.json" else value for name in ("own.json", "copy.json"))
+    settings = BatchSettings(**{option[2:].replace("-", "_"): own})
+    files = run.open_files(source, target, Filling(), "such", Limits(), settings=settings)
+    files.results.write(answered(1, digest_of(next(iter(files.source)), files.salt), "a", 200, "r", b"{}"))
+    files.close()
+    same = ["batch", source, target, "--model", "/no/such"]
+    done = support("command").tool(*same, option, copy)
+    assert done.returncode == 0, done.stderr
+    for more in ([], [option, other]):
+        done = support("command").tool(*same, *more)
         assert done.returncode == 2 and "line 1 is not what" in done.stderr, done.stderr
 
 

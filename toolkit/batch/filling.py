@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from toolkit.base.user_path import user_path
-from toolkit.batch.options import Filling
+from toolkit.batch.options import BatchSettings, Filling
 from toolkit.chat.origin import named
 from toolkit.errors import UsageError
 from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.fields.formats import ResponseFormat
+from toolkit.serve.generation.sampling import choose_defaults
 from toolkit.serve.http.errors import from_validation
 from toolkit.serve.openai.batches.lines import ENDPOINTS, Asked
 from toolkit.serve.openai.batches.urls import CHAT, PROMPTED, RESPONSES
 
 MOST_SCHEMA = 1 << 20  # bytes of a file that holds one
+_CHANGING = ("tool_call_parser", "reasoning_parser", "media_io_kwargs")
 _FORMS = (
     "response_format",
     "structured_outputs",
@@ -74,13 +77,18 @@ class Filler:
                 body["response_format"] = _chat_form(self._schema)
         return body
 
-    def salt(self, model: str, pooling: str = "auto", chat_template: ChatTemplateConfig | str | None = None) -> bytes:
-        """What tells requests of one filling, to one model, from those of another; 32 bytes. Raises UsageError for a
-        ``chat_template`` that is none."""
+    def salt(self, model: str, settings: BatchSettings, chat_template: ChatTemplateConfig | str | None = None) -> bytes:
+        """What tells requests of one filling, to one model, from those of another; 32 bytes. ``settings``: what of them
+        changes answers. Raises UsageError for a ``chat_template`` or ``generation_config`` that is none."""
         rows = [getattr(self._filling, name) for name in ("prompt", "system", "endpoint", "id_column")]
         told = [rows, self._schema, self._given, model]
-        if pooling != "auto":  # whose runs have been told apart by the rest alone
-            told.append(pooling)
+        if settings.pooling != "auto":  # whose runs have been told apart by the rest alone
+            told.append(settings.pooling)
+        others = {name: value for name in _CHANGING if (value := getattr(settings, name)) is not None}
+        if settings.generation_config != "auto":
+            others["generation_config"] = asdict(choose_defaults(settings.generation_config, None))
+        if others:
+            told.append(others)
         if chat_template is not None and (found := named(chat_template)) is not None:
             made_of = [found.sources, found.pieces, found.meta_instruction, found.stop_words]
             told.append([found.name, *made_of, found.capability, found.parse_special])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.batch.filling import Filler
-from toolkit.batch.options import Filling
+from toolkit.batch.options import BatchSettings, Filling
 from toolkit.batch.rows import open_source
 from toolkit.batch.table import kept_beside, write_table
 from toolkit.errors import ToolkitError, UsageError
@@ -81,11 +81,11 @@ def open_files(
     limits: Limits,
     *,
     overwrite: bool = False,
-    pooling: str = "auto",
+    settings: BatchSettings | None = None,
     chat_template: ChatTemplateConfig | str | None = None,
 ) -> Open:
     """Before anything is loaded. ``given``: as ``open_source`` has it; ``model``: what the answers are by, as the user
-    names it; ``pooling``: of a server's options, what vectors are made by; ``chat_template``: what prompts are made by,
+    names it; ``settings``: of those that answer, None: the defaults; ``chat_template``: what prompts are made by,
     where it is not the model's own. Raises UsageError, ToolkitError."""
     filler = Filler(filling)
     path = Path(target)
@@ -104,7 +104,10 @@ def open_files(
     try:
         if overwrite:
             results.clear()
-        tally, salt = Tally(), filler.salt(model.rstrip("/").rpartition("/")[2], pooling, chat_template)
+        tally, salt = (
+            Tally(),
+            filler.salt(model.rstrip("/").rpartition("/")[2], settings or BatchSettings(), chat_template),
+        )
         loop.resume(tally, seen, results)
         loop.check(source, salt, seen, tally, str(path))
     except BaseException:
