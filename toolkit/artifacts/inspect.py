@@ -14,7 +14,7 @@ from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import Manifest, check_files, hub_origin, read_manifest
 from toolkit.artifacts.weight_files.find import PICKLED
 from toolkit.base.figures import rise, written
-from toolkit.models.registry import language_part
+from toolkit.models.registry import language_fields
 from toolkit.models.vision import VisionSpec
 
 _LONGEST_LINEAGE = 64
@@ -90,8 +90,7 @@ def _checkpoint_facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     name = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
     dtypes = Counter(info.dtype for info in checkpoint.infos.values())
     old = any(file.suffix in PICKLED for file in checkpoint.files.values())
-    part = language_part(config)
-    language = config if part is None else config[part]
+    language = language_fields(config)
     return [
         ("architecture", str(name)),
         *([("parts", f"language ({language.get('model_type')}), vision")] if language is not config else []),

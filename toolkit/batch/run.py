@@ -104,10 +104,8 @@ def open_files(
     try:
         if overwrite:
             results.clear()
-        tally, salt = (
-            Tally(),
-            filler.salt(model.rstrip("/").rpartition("/")[2], settings or BatchSettings(), chat_template),
-        )
+        tally, name = Tally(), model.rstrip("/").rpartition("/")[2]
+        salt = filler.salt(name, settings or BatchSettings(), chat_template)
         loop.resume(tally, seen, results)
         loop.check(source, salt, seen, tally, str(path))
     except BaseException:

@@ -109,12 +109,17 @@ def _tool_calls(i: int, calls: Any) -> list[dict[str, Any]]:
 def _arguments(value: Any) -> Any:
     """OpenAI sends arguments as JSON text; templates write them with ``tojson`` and so want the object."""
     if isinstance(value, str):
-        try:
-            parsed = json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-        return parsed if isinstance(parsed, dict) else value
+        return object_or_text(value)
     return {} if value is None else value
+
+
+def object_or_text(text: str) -> Any:
+    """The JSON object that ``text`` is, else itself."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
 
 
 def with_arguments_as_text(turns: Sequence[Message]) -> list[Message]:

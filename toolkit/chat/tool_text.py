@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from toolkit.chat.messages import TOOL_ROLES, Message
+from toolkit.chat.messages import TOOL_ROLES, Message, object_or_text
 
 _HOW = """You can call these functions, each given as JSON between the tags:
 <tools>
@@ -78,7 +78,7 @@ def results_beside_calls(turns: list[Message]) -> list[Message]:
         last = told[-1] if told else {}
         if turn["role"] in TOOL_ROLES and "tool_responses" in last:
             name = names.get(turn.get("tool_call_id")) or turn.get("name") or "unknown"
-            last["tool_responses"].append({"name": name, "response": _object(turn["content"])})
+            last["tool_responses"].append({"name": name, "response": object_or_text(turn["content"])})
         elif turn.get("tool_calls"):
             if turn["content"]:
                 told.append({"role": turn["role"], "content": turn["content"]})
@@ -103,15 +103,6 @@ def _say(told: list[Message], role: str, text: str) -> None:
         told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{text}"}
     else:
         told.append({"role": role, "content": text})
-
-
-def _object(text: str) -> Any:
-    """The JSON object that ``text`` is, else itself."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
 
 
 def _dumps(function: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ def to_bfloat16(x: float) -> float:
 def grow_queries(spec: DecoderSpec) -> DecoderSpec:
     """``spec`` whose queries grow with the logarithm of their position beyond the length of its config.json, where they
     do not already: LMDeploy's ``use_logn_attn``. Raises UsageError for one without such attention."""
-    if any(mixer.kind == "reuse" for _, mixer in spec.mixers()):
+    if spec.lenders():
         raise UsageError("use_logn_attn: this model has layers that read keys of others; leave it out")
     found = spec.changed(lambda _, s: replace(s, mixer=_grown(s.mixer, spec.max_position)))
     if not any(attention.q_scale for _, attention in found.attention_layers()):

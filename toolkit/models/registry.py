@@ -186,11 +186,16 @@ def language_part(config: Mapping[str, Any]) -> str | None:
     return next((name for name in LANGUAGE_PARTS if isinstance(config.get(name), dict)), None)
 
 
+def language_fields(config: Any) -> Any:
+    """The config of its language model: that part of it, or itself."""
+    name = language_part(config)
+    return config if name is None else config[name]
+
+
 def is_causal(config: Mapping[str, Any]) -> bool:
     """Whether a decoder's tokens see those before them alone: not those of some models for embeddings (gte-Qwen2,
     EmbeddingGemma), by flags that transformers and vLLM go by too."""
-    name = language_part(config)
-    part = config if name is None else config[name]
+    part = language_fields(config)
     return part.get("is_causal") is not False and part.get("use_bidirectional_attention") is not True
 
 
@@ -340,8 +345,7 @@ def apply_overrides(
         made = {**kept, **copy.deepcopy(scaling)}
         result["rope_parameters"] = made if flat else {**rope, "full_attention": made}
     if rope_scaling_factor:
-        part = language_part(result)
-        text = result if part is None else result[part]
+        text = language_fields(result)
         name = "rope_parameters" if text.get("rope_parameters") and not text.get("rope_scaling") else "rope_scaling"
         text[name] = _dynamic(text.get(name), float(rope_scaling_factor))
     return result

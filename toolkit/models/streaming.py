@@ -25,7 +25,7 @@ def stream(spec: DecoderSpec, window: int, sinks: int) -> DecoderSpec:
         raise UsageError("kv_window: this model's positions are learned, and end where they do; leave it out")
     if not whole:
         raise UsageError("kv_window: this model keeps no token for ever as it is; leave it out")
-    if sinks and any(mixer.kind == "reuse" for _, mixer in spec.mixers()):
+    if sinks and spec.lenders():
         raise UsageError("kv_window: this model has layers that read keys of others; give kv_sinks 0, or leave it out")
     for mixer in whole:
         if (reason := _refused(mixer)) is not None:

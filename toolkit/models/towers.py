@@ -48,6 +48,15 @@ LLAMA = {
     "vocab_size": 32000,
     "rms_norm_eps": 1e-6,
 }
+GEMMA4 = LLAMA | {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+    "vocab_size": 262144,
+}
 ABSENT: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
@@ -60,26 +69,8 @@ ABSENT: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "vocab_size": 262208,
     },
-    "gemma4_text": LLAMA
-    | {
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131072,
-        "vocab_size": 262144,
-    },
-    "gemma4_unified_text": LLAMA
-    | {
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 262144,
-        "vocab_size": 262144,
-    },
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4 | {"max_position_embeddings": 262144},
     "qwen2": LLAMA | {"intermediate_size": 22016, "max_position_embeddings": 32768, "vocab_size": 151936},
 }
 

@@ -52,7 +52,7 @@ def unsupported(spec: DecoderSpec, layout: Layout, unit: Unit) -> str | None:
         return "encoders run in one process"
     if spec.tied and spec.head_rows:
         return "its head is a part of its embedding"
-    if layout.pp > 1 and (spec.per_layer or any(mixer.kind == "reuse" for _, mixer in spec.mixers())):
+    if layout.pp > 1 and (spec.per_layer or spec.lenders()):
         return "layers read what other stages have: keys and values, or embeddings of their own; leave pp out"
     if len(spec.layers) < layout.pp:
         return f"{len(spec.layers)} layers are fewer than {layout.pp} stages"

@@ -115,18 +115,19 @@ class Export:
             numbers = value.float() * self.folded.get(name, 1.0) + piece.add
             numbers = -numbers.exp() if piece.layout.decay else numbers
             return numbers.contiguous().numpy().view(np.uint8).reshape(-1)
-        size = max(1, AT_ONCE // value.shape[1])
-        rows = [slice(at, at + size) for at in range(0, value.shape[0], size)]
+        found: list[NDArray[np.uint8]] = []
         if not piece.rounded:
-            exact = [fit(value if len(rows) == 1 else value.take_rows(some), piece.kind) for some in rows]
-            assert all(one is not None for one in exact), (name, piece.kind)
-            return np.concatenate([to_blocks(piece.kind, one) for one in exact if one is not None])
+            for _, part in _at_once(value):
+                exact = fit(part, piece.kind)
+                assert exact is not None, (name, piece.kind)
+                found.append(to_blocks(piece.kind, exact))
+            return np.concatenate(found)
         importance = self.importance.get(name)
         if importance is not None and piece.layout.columns:
             importance = importance[list(piece.layout.columns)]
-        found, lost, all_of_it = [], 0.0, 0.0
-        for some in rows:
-            dense = (value if len(rows) == 1 else value.take_rows(some)).dequantize()
+        lost = all_of_it = 0.0
+        for some, part in _at_once(value):
+            dense = part.dequantize()
             if name in self.folded:
                 factors = self.folded[name].reshape(-1, 1)
                 dense = dense * (factors if len(factors) == 1 else factors[some])
@@ -136,6 +137,17 @@ class Export:
             found.append(to_blocks(piece.kind, rounded))
         self.errors[name] = (lost / all_of_it) ** 0.5 if all_of_it else 0.0
         return np.concatenate(found)
+
+
+def _at_once(value: Weight) -> Iterator[tuple[slice, Weight]]:
+    """Its rows, as many as are rounded at once, and the weight of those."""
+    size = max(1, AT_ONCE // value.shape[1])
+    if size >= value.shape[0]:
+        yield slice(None), value
+        return
+    for at in range(0, value.shape[0], size):
+        rows = slice(at, at + size)
+        yield rows, value.take_rows(rows)
 
 
 def _shape(piece: Piece) -> tuple[int, ...]:

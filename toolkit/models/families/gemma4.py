@@ -213,8 +213,35 @@ LAYER |= {f"{x}_clip": f"v.blk.{{}}.ffn_{x}" for x in ("gate", "up", "down")}
 LAYER |= {"after1": "v.blk.{}.attn_post_norm", "after2": "v.blk.{}.ffn_post_norm"}
 
 
+def as_read(clip: Clip, vision: dict[str, Any], kind: Kind) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of config.json and of the preprocessor's; ``vision``: of vision_config, what the files of this kind alone
+    say."""
+    patch, pooled = clip.whole("patch_size"), clip.whole(SCALE, 3)
+    area = (patch * pooled) ** 2
+    tokens = clip.whole("image_max_pixels", TOKENS * area) // area
+    shared = {
+        "patch_size": patch,
+        "pooling_kernel_size": pooled,
+        kind.places: clip.rows("v.position_embd.weight"),
+        "rms_norm_eps": clip.number("attention.layer_norm_epsilon"),
+        kind.length: tokens,
+    }
+    fields = {"vision_config": vision | shared, "image_token_id": clip.token("<|image|>")}
+    return fields, {"max_soft_tokens": tokens, "do_normalize": True}
+
+
+def as_written(recipe: Recipe, pooled: int, own: dict[str, Any]) -> dict[str, Any]:
+    """Metadata of an mmproj file; ``own``: what this kind alone says."""
+    found: dict[str, Any] = {"image_size": 224, **own}  # the size tells nothing
+    if recipe.most != TOKENS * recipe.unit**2:
+        found["image_max_pixels"] = recipe.most
+    if pooled != 3:
+        found[SCALE] = pooled
+    return {f"clip.vision.{key}": value for key, value in found.items()}
+
+
 def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
-    heads, patch, pooled = clip.whole("attention.head_count"), clip.whole("patch_size"), clip.whole(SCALE, 3)
+    heads = clip.whole("attention.head_count")
     vision = {
         "model_type": "gemma4_vision",
         "hidden_size": clip.whole("embedding_length"),
@@ -222,33 +249,18 @@ def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
         "num_hidden_layers": clip.whole("block_count"),
         "num_attention_heads": heads,
         "head_dim": clip.whole("embedding_length") // heads,
-        "patch_size": patch,
-        "pooling_kernel_size": pooled,
-        "position_embedding_size": clip.rows("v.position_embd.weight"),
-        "rms_norm_eps": clip.number("attention.layer_norm_epsilon"),
         "use_clipped_linears": clip.has("v.blk.0.attn_q.input_max"),
         "standardize": clip.has("v.std_scale"),
     }
-    tokens = clip.whole("image_max_pixels", TOKENS * (patch * pooled) ** 2) // (patch * pooled) ** 2
-    vision["default_output_length"] = tokens
-    fields = {"vision_config": vision, "image_token_id": clip.token("<|image|>")}
-    return fields, {"max_soft_tokens": tokens, "do_normalize": True}
+    return as_read(clip, vision, KIND)
 
 
 def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
     if vision.tower.theta != 100.0 or vision.tower.activation != "gelu_tanh":
         raise ToolkitError("gguf: llama.cpp's gemma4v has a rope_theta of 100 and gelu_pytorch_tanh")
     mean, std = np.array(recipe.mean, np.float32), np.array(recipe.std, np.float32)
-    found: dict[str, Any] = {
-        "image_size": 224,  # which tells nothing
-        "image_mean": mean - std,  # what the tower does to them comes there on top
-        "image_std": 2 * std,
-    }
-    if recipe.most != TOKENS * recipe.unit**2:
-        found["image_max_pixels"] = recipe.most
-    if vision.merge != 3:
-        found[SCALE] = vision.merge
-    return {f"clip.vision.{key}": value for key, value in found.items()}
+    # what the tower does to numbers comes there on top
+    return as_written(recipe, vision.merge, {"image_mean": mean - std, "image_std": 2 * std})
 
 
 TEXT = dict(
@@ -257,7 +269,6 @@ TEXT = dict(
     global_head_dim=32,
     num_hidden_layers=4,
     layer_types=[SLIDES, FULL] * 2,
-    vocab_size_per_layer_input=320,
     rope_parameters=ROPES,
 )
 VISION = dict(
@@ -272,7 +283,13 @@ VISION = dict(
     rms_norm_eps=0.01,
 )
 TOKEN_IDS = dict(image_token_id=5, boi_token_id=6, eoi_token_id=7)
-SMALL = dict(num_kv_shared_layers=2, use_double_wide_mlp=True, hidden_size_per_layer_input=32, sliding_window=16)
+SMALL = dict(
+    num_kv_shared_layers=2,
+    use_double_wide_mlp=True,
+    hidden_size_per_layer_input=32,
+    vocab_size_per_layer_input=320,
+    sliding_window=16,
+)
 LARGE = dict(
     hidden_size_per_layer_input=0,
     use_bidirectional_attention="vision",
@@ -284,9 +301,9 @@ LARGE = dict(
 PREPROCESSOR = dict(image_processor_type="Gemma4ImageProcessor", patch_size=7, max_soft_tokens=70)
 
 
-def _tiny(text: dict[str, Any], vision: dict[str, Any]) -> Tiny:
-    fields = dict(text_config=TEXT | text, vision_config=VISION | vision, **TOKEN_IDS)
-    return Tiny(fields, preprocessor=PREPROCESSOR, tokens=("<|image|>", "<|image>", "<image|>"))
+def tiny(text: dict[str, Any], vision: dict[str, Any], preprocessor: dict[str, Any]) -> Tiny:
+    fields = dict(text_config=TEXT | text, vision_config=vision, **TOKEN_IDS)
+    return Tiny(fields, preprocessor=preprocessor, tokens=("<|image|>", "<|image>", "<image|>"))
 
 
 FAMILY = Family(
@@ -295,8 +312,10 @@ FAMILY = Family(
     ("Gemma4ForConditionalGeneration",),
     build,
     (
-        _tiny(SMALL, dict(use_clipped_linears=True)),
-        _tiny(LARGE, dict(hidden_size=24, head_dim=12, standardize=True, default_output_length=70)),
+        tiny(SMALL, VISION | dict(use_clipped_linears=True), PREPROCESSOR),
+        tiny(
+            LARGE, VISION | dict(hidden_size=24, head_dim=12, standardize=True, default_output_length=70), PREPROCESSOR
+        ),
     ),
     Mmproj("gemma4v", NAMES, _read, _write, "gemma4", tower=LAYER, as_stored=True),
     recipe=recipe,

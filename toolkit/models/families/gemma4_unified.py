@@ -10,7 +10,6 @@ from typing import Any
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
 from toolkit.models.families import gemma4
-from toolkit.models.families.gemma4_text import FULL, ROPES, SLIDES
 from toolkit.models.family import Family, Tiny
 from toolkit.models.mmproj import Clip, Mmproj
 from toolkit.models.pictures import Recipe
@@ -101,45 +100,18 @@ NORMS = {"patch_norm": "v.patch_norm.1", "pre_norm": "v.patch_norm.2", "post_nor
 
 
 def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
-    hidden, patch, pooled = clip.whole("embedding_length"), clip.whole("patch_size"), clip.whole(gemma4.SCALE, 3)
-    area = (patch * pooled) ** 2
-    tokens = clip.whole("image_max_pixels", gemma4.TOKENS * area) // area
-    vision = {
-        "model_type": "gemma4_unified_vision",
-        "mm_embed_dim": hidden,
-        "output_proj_dims": hidden,
-        "patch_size": patch,
-        "pooling_kernel_size": pooled,
-        "mm_posemb_size": clip.rows("v.position_embd.weight"),
-        "rms_norm_eps": clip.number("attention.layer_norm_epsilon"),
-        "num_soft_tokens": tokens,
-    }
-    fields = {"vision_config": vision, "image_token_id": clip.token("<|image|>")}
-    return fields, {"max_soft_tokens": tokens, "do_normalize": True}
+    hidden = clip.whole("embedding_length")
+    vision = {"model_type": "gemma4_unified_vision", "mm_embed_dim": hidden, "output_proj_dims": hidden}
+    return gemma4.as_read(clip, vision, KIND)
 
 
 def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
     pooled = next(factor for factor in (3, 2, *range(4, 17)) if vision.tower.patch % factor == 0)
-    found: dict[str, Any] = {
-        "image_size": 224,  # which tells nothing
-        "patch_size": vision.tower.patch // pooled,
-        "attention.layer_norm_epsilon": vision.projector[0].eps,  # that of the other norms is known there
-    }
-    if recipe.most != gemma4.TOKENS * recipe.unit**2:
-        found["image_max_pixels"] = recipe.most
-    if pooled != 3:
-        found[gemma4.SCALE] = pooled
-    return {f"clip.vision.{key}": value for key, value in found.items()}
+    eps = vision.projector[0].eps  # that of the other norms is known there
+    own = {"patch_size": vision.tower.patch // pooled, "attention.layer_norm_epsilon": eps}
+    return gemma4.as_written(recipe, pooled, own)
 
 
-TEXT = dict(
-    model_type="gemma4_unified_text",
-    head_dim=16,
-    global_head_dim=32,
-    num_hidden_layers=4,
-    layer_types=[SLIDES, FULL] * 2,
-    rope_parameters=ROPES,
-)
 VISION: dict[str, Any] = dict(
     patch_size=7,
     pooling_kernel_size=3,
@@ -153,10 +125,9 @@ VISION: dict[str, Any] = dict(
 
 def _tiny(text: dict[str, Any], vision: dict[str, Any]) -> Tiny:
     vision = VISION | vision
-    fields = dict(text_config=TEXT | text, vision_config=vision, **gemma4.TOKEN_IDS)
     given = dict(image_processor_type="Gemma4UnifiedImageProcessor", max_soft_tokens=70)
     given |= {name: vision[name] for name in ("patch_size", "pooling_kernel_size")}
-    return Tiny(fields, preprocessor=given, tokens=("<|image|>", "<|image>", "<image|>"))
+    return gemma4.tiny({"model_type": "gemma4_unified_text", **text}, vision, given)
 
 
 FAMILY = Family(

@@ -9,7 +9,7 @@ from toolkit.base.record import later
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.parts import Activation, LinearSpec, NormSpec, Spread
-from toolkit.models.spec.share import Cut, Share, Unit, cut_linears, portion
+from toolkit.models.spec.share import Cut, Share, Unit, cut_linears, portion, unfit_inner
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,7 @@ class MlpSpec(MixerSpec):
         return (self,)
 
     def unshared(self, world: int, unit: Unit) -> str | None:
-        inner, size = self.up.out_features, unit(self.down.name).best
-        if inner // size < world:
-            what = f"{inner // size} groups of {size} inner features" if size > 1 else f"{inner} inner features"
-            return f"{self.down.name}: {what} are fewer than {world} ranks"
-        return None
+        return unfit_inner(self.down, self.up.out_features, world, unit)
 
     def share(self, rank: int, world: int, unit: Unit) -> Share:
         own = portion(self.up.out_features, rank, world, unit(self.down.name).best)

@@ -8,7 +8,7 @@ from typing import Literal
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.parts import Activation, LinearSpec, NormSpec
-from toolkit.models.spec.share import Share, Unit, cut_linears, portion
+from toolkit.models.spec.share import Share, Unit, cut_linears, portion, unfit_inner
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,7 @@ class PerLayerSpec(MixerSpec):
         return 3 * self.gate.out_features
 
     def unshared(self, world: int, unit: Unit) -> str | None:
-        inner, size = self.gate.out_features, unit(self.down.name).best
-        return (
-            f"{self.down.name}: {inner} inner features are fewer than {world} ranks" if inner // size < world else None
-        )
+        return unfit_inner(self.down, self.gate.out_features, world, unit)
 
     def share(self, rank: int, world: int, unit: Unit) -> Share:
         own = portion(self.gate.out_features, rank, world, unit(self.down.name).best)

@@ -132,6 +132,15 @@ def unfit_inputs(linear: LinearSpec, spans: Sequence[Span], unit: Unit) -> str |
     return None
 
 
+def unfit_inner(end: LinearSpec, inner: int, world: int, unit: Unit) -> str | None:
+    """Why ranks cannot have some each of the ``inner`` features that ``end`` reads, or None."""
+    size = unit(end.name).best
+    if inner // size >= world:
+        return None
+    what = f"{inner // size} groups of {size} inner features" if size > 1 else f"{inner} inner features"
+    return f"{end.name}: {what} are fewer than {world} ranks"
+
+
 def unfit(
     heads: int, few: int, end: LinearSpec, size: int, world: int, unit: Unit, what: str = "keys and values"
 ) -> str | None:

@@ -49,10 +49,11 @@ class Along:
 
 def along(spec: DecoderSpec, index: int) -> Along | None:
     """What goes along at a layer, None of a model whose layers read the stream alone."""
-    if width(spec) == spec.hidden_size:
+    kept = spec.lenders()
+    if spec.per_layer is None and not kept:
         return None
     at, start = {}, 0 if spec.per_layer is None else spec.per_layer.columns
-    for layer, a in spec.lenders().items():
+    for layer, a in kept.items():
         at[layer] = start
         start += 2 * a.kv_heads * a.head_dim
-    return Along(spec.hidden_size, index, spec.lenders(), at)
+    return Along(spec.hidden_size, index, kept, at)

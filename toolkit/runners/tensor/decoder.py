@@ -108,23 +108,26 @@ class Attention:
         )
         if spec.q_scale is not None:
             q = (q * step.q_scales[spec.q_scale]).to(q.dtype)
-        y = see_whole_texts(q, cache, step, spec, scales) if spec.mutual else self._attend(q, cache, step, turned=True)
-        if len(step.batch.mutual) and not spec.strict:
-            see_both_ways(y, q, cache, step.batch, spec, scales)
-        y = y.flatten(1)
+        y = self.find(q, step, turned=True).flatten(1)
         y = y if gate is None else y * torch.sigmoid(gate)
         return self.o(y if self.o_norm is None else self.o_norm(y))
 
-    def find(self, q: Tensor, step: StepContext) -> Tensor:
-        """What queries [T, heads, head_dim] of another layer find in this one's cache."""
-        y = self._attend(q, step.cache.layers[self.layer, self.spec.group], step, turned=False)
-        if len(step.batch.mutual) and not self.spec.strict:
-            cache = step.cache.layers[self.layer, self.spec.group]
-            see_both_ways(y, q, cache, step.batch, self.spec, self.scales if cache.is_float8 else (1.0, 1.0))
+    def find(self, q: Tensor, step: StepContext, turned: bool = False) -> Tensor:
+        """What queries [T, heads, head_dim], also those of another layer, find in this one's cache; ``turned``: as
+        ``paged_attention`` has it."""
+        spec, cache = self.spec, step.cache.layers[self.layer, self.spec.group]
+        scales = self.scales if cache.is_float8 else (1.0, 1.0)
+        if spec.mutual:
+            y = see_whole_texts(q, cache, step, spec, scales)
+        else:
+            y = self._attend(q, cache, step, scales, turned)
+        if len(step.batch.mutual) and not spec.strict:
+            see_both_ways(y, q, cache, step.batch, spec, scales)
         return y
 
-    def _attend(self, q: Tensor, cache: LayerCache, step: StepContext, turned: bool) -> Tensor:
-        """What queries [T, heads, head_dim] find in the cache; ``turned``: as ``paged_attention`` has it."""
+    def _attend(
+        self, q: Tensor, cache: LayerCache, step: StepContext, scales: tuple[float, float], turned: bool
+    ) -> Tensor:
         spec = self.spec
         return self.ops.paged_attention(
             q,
@@ -141,7 +144,7 @@ class Attention:
             cache.k_params,
             cache.v_params,
             step.plans[spec.group, spec.window],
-            *(self.scales if cache.is_float8 else (1.0, 1.0)),
+            *scales,
             turned=turned,
             **self.more,
         )
