@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.drafts.assistant import is_assistant
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.speculative import Speculation
@@ -21,7 +22,7 @@ from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.draft import Guess
-from toolkit.engine.load.mtp import open_eagle_layer, open_mtp_layer
+from toolkit.engine.load.mtp import open_assistant_model, open_eagle_layer, open_mtp_layer
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Sequence
@@ -36,7 +37,7 @@ from toolkit.runners.native import library
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library is not here")
 FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen2")
-PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 40, 100)]
+PROMPTS = [list(range(9, 9 + n)) for n in (1, 5, 40, 100)]
 BLOCKS = 60
 Made = list[tuple[list[int], list[int]]]
 
@@ -62,17 +63,19 @@ def answers_of(
     turns: int = 1,
     **options: Any,
 ) -> tuple[dict[str, list[int]], int]:
-    """What requests are answered, and of guesses how many tokens came true. ``guess``: by the model's layer, or an
-    EAGLE head; ``made``: gets texts and guesses."""
+    """What requests are answered, and of guesses how many tokens came true. ``guess``: by the model's layer, an EAGLE
+    head or an assistant; ``made``: gets texts and guesses."""
     runner: Any
     if ranks > 1:
         how = RunnerOptions(dtype="float32", threads=ranks, device="cpu")
         runner, _ = open_ranks(Model(str(path), how, {}), Layout(tp=ranks), backend)
     else:
-        runner, _ = open_runner(path, backend=backend, options=RunnerOptions(dtype="float32", threads=1))
+        how = RunnerOptions(dtype="float32", threads=1, quant_policy=options.pop("quant_policy", 0))
+        runner, _ = open_runner(path, backend=backend, options=how)
     config = TurbomindEngineConfig(speculative_algorithm="mtp" if guess is True else None)
     layer = open_mtp_layer(path, config, runner, ()) if guess is True else None
-    layer = open_eagle_layer(guess, runner) if isinstance(guess, Path) else layer
+    if isinstance(guess, Path):
+        layer = open_assistant_model(guess, runner) if is_assistant(guess) else open_eagle_layer(guess, runner)
     runner.load_weights()
     groups = len(runner.spec.cache_groups)
     blocks, layer_blocks = (options.pop("blocks", BLOCKS),) * groups, options.pop("layer_blocks", BLOCKS)

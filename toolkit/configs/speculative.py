@@ -21,7 +21,7 @@ ALGORITHMS: dict[str, str | None] = {
     "mtp": "mtp",
     "nextn": "mtp",  # SGLang's, as the next
     "NEXTN": "mtp",
-    **dict.fromkeys(("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "mimo_mtp"), "mtp"),
+    **dict.fromkeys(("gemma4_mtp", "deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "mimo_mtp"), "mtp"),
     **dict.fromkeys(("hy3_mtp", "dflash", "medusa"), None),
 }
 Share = Literal["user", "all", "off"]
@@ -45,8 +45,8 @@ class Speculation:
 @dataclass
 class SpeculativeConfig:
     """How tokens are guessed that a step then verifies; LMDeploy's record. ``method``: "lookup" (or "ngram"),
-    "draft_model", "eagle3", "eagle", "mtp"; ``model``: of the three between. ``num_speculative_tokens``: that a
-    guess has at most.
+    "draft_model", "eagle3", "eagle", "mtp"; ``model``: of all but the first, of "mtp" an assistant, where the model has
+    no layer of its own. ``num_speculative_tokens``: that a guess has at most.
     """
 
     method: str = "lookup"
@@ -88,10 +88,10 @@ def check_speculative(config: Any) -> None:
         check_algorithm("speculative_algorithm", name)
     if model is not None and not (isinstance(model, str) and model.strip()):
         raise UsageError(f"speculative_draft_model: expected a path or hub id, found {shown(model)}")
-    drafted = name is not None and ALGORITHMS[name] in ("draft_model", "eagle3", "eagle")
-    if drafted and model is None:
+    method = None if name is None else ALGORITHMS[name]
+    if method in ("draft_model", "eagle3", "eagle") and model is None:
         raise UsageError(f"speculative_algorithm: {name} needs speculative_draft_model, what guesses")
-    if model is not None and name is not None and not drafted:
+    if model is not None and method == "lookup":
         raise UsageError(f"speculative_draft_model: {name} takes none; use draft_model or eagle3, or leave it out")
     if config.speculative == "off" and (name or model):
         raise UsageError(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.models.spec import MtpSpec, NormSpec
+from toolkit.models.spec import CacheGroup, MtpSpec, NormSpec
 from toolkit.runners.base import MemoryNeed, RunnerError, RunnerOptions
 from toolkit.runners.head import F32, Drawn, Rows
 from toolkit.runners.step import NONE, SamplingBatch, StepBatch, StepOutput
@@ -47,6 +47,12 @@ class MtpHead:
         need, join = self.runner.memory(), self.spec.join
         weights: int = need.weights + 4 * join.in_features * join.out_features
         return replace(need, weights=weights)
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """Of a cache of its own."""
+        found: tuple[CacheGroup, ...] = self.spec.layer.cache_groups
+        return found
 
     def load(self, num_blocks: tuple[int, ...]) -> None:
         """Weights, and a cache of so many blocks. Raises RunnerError or MemoryError."""

@@ -80,9 +80,10 @@ class DraftHead(Draft):
             came = seq.tokens[start : start + count]
             right = (batch.token_ids[first : first + count] == came) | (batch.from_previous[first : first + count] >= 0)
             count = count if right.all() else int(np.argmin(right))
-            self._keep(seq, start, out.aux[first : first + count])
+            self._keep(seq, start, out.aux[first : first + count], step, i)
 
-    def _keep(self, seq: Sequence, start: int, states: F32) -> None:
+    def _keep(self, seq: Sequence, start: int, states: F32, step: Step, i: int) -> None:
+        """Of sequence ``i`` of a step the states from place ``start`` on, of tokens that have come."""
         follower = self._followers.get(seq)
         if start >= self._longest:  # no guess is asked for any more
             self.forget(seq)

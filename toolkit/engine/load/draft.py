@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from toolkit.artifacts.drafts.draft_head import is_head
+from toolkit.configs.speculative import ALGORITHMS
 from toolkit.engine.drafts.model import TOKENS, DraftModel
 from toolkit.engine.drafts.vocabulary import LEAST, Vocabulary, by_text, equal
 from toolkit.engine.load.memory_plan import MemoryPlan, show_bytes
@@ -58,6 +59,8 @@ def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], pack
         raise UsageError(f"{FLAG}: not with empty_init: nothing is known of the weights that it is to guess for")
     with flagged():
         path = resolve_model(name, download_dir=config.download_dir)
+        if means_assistant(config, path):
+            return DraftFiles(path, path, path)
         head = means_head(config, path)
         if head:
             if config.speculative_algorithm == "draft_model":
@@ -65,6 +68,20 @@ def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], pack
             return DraftFiles(path, path, path)
         weights, lock = (path, None) if packed is None else packed(path)
         return DraftFiles(weights, tokenizer_dir(path), path, lock)
+
+
+def means_assistant(config: EngineConfig, path: Path) -> bool:
+    """Whether what is to guess is a small model that reads the larger one's cache. Raises UsageError where it was to be
+    and is none, and where it is and was to be another."""
+    from toolkit.artifacts.drafts.assistant import is_assistant
+
+    name = config.speculative_algorithm
+    method, found = None if name is None else ALGORITHMS[name], is_assistant(path)
+    if method == "mtp" and not found:
+        raise UsageError(f"{FLAG}: {path} is no assistant, as {name} expects; use draft_model, eagle or eagle3")
+    if found and method not in (None, "mtp", "draft_model"):
+        raise UsageError(f"{FLAG}: {path} is an assistant, no head; use mtp")
+    return found
 
 
 def means_head(config: EngineConfig, path: Path) -> bool:

@@ -21,6 +21,7 @@ from toolkit.runners.base import MemoryNeed, Runner, RunnerError
 if TYPE_CHECKING:
     from toolkit.configs.engine import EngineConfig
     from toolkit.models.family import Family
+    from toolkit.runners.assistant import AssistantHead
     from toolkit.runners.mtp import MtpHead
 
 FLAG = "speculative_algorithm"
@@ -31,26 +32,27 @@ Weights = Mapping[str, Any]  # canonical, of an artifact packed, with the model'
 @dataclass
 class OpenMtp:
     """A layer whose weights are not loaded yet. ``asked``: it was named; ``option``: by which, as errors begin;
-    ``blocks``: of its cache, once planned."""
+    ``blocks``: of its cache, once planned; ``called``: what it is, to users."""
 
     path: Path
-    head: MtpHead
+    head: MtpHead | AssistantHead
     layers: int  # of its model
     asked: bool
     option: str = f"{FLAG}: mtp"
     blocks: tuple[int, ...] = ()
+    called: str = "MTP layer"
+    draft: type[DraftHead] = DraftHead
 
     @property
     def told(self) -> str:
         """For who waits while it is loaded."""
-        return f"loading the {self.head.name} layer"
+        return f"loading the {self.called}"
 
     def plan(self, need: MemoryNeed, groups: Sequence[CacheGroup], share_out: ShareOut) -> MemoryPlan:
         """How memory is shared out among a model that needs ``need`` and this. Raises ToolkitError."""
-        begin = f"{self.option}: no room for the layer of {self.path}"
-        names = begin, f"{self.head.name.upper()} layer", str(self.path)
-        mine, own = self.head.memory(), self.head.spec.layer.cache_groups
-        states = ROOM if self.head.runner.device == "cpu" else 0  # they are the host's
+        names = f"{self.option}: no room for the {self.called} of {self.path}", self.called, str(self.path)
+        mine, own = self.head.memory(), self.head.groups
+        states = ROOM if own and self.head.runner.device == "cpu" else 0  # they are the host's
         plan, self.blocks = plan_beside(mine, own, need, groups, share_out, names, states)
         return plan
 
@@ -59,8 +61,8 @@ class OpenMtp:
         try:
             self.head.load(self.blocks)
         except (RunnerError, MemoryError) as e:
-            raise ToolkitError(f"{self.option}: {self.path}: its layer cannot be loaded: {e}") from e
-        return DraftHead(self.head, (self.layers,), plan.session_len)
+            raise ToolkitError(f"{self.option}: {self.path}: its {self.called} cannot be loaded: {e}") from e
+        return self.draft(self.head, (self.layers,), plan.session_len)
 
     def close(self) -> None:
         """Free what was opened."""
@@ -110,7 +112,36 @@ def open_eagle_layer(path: Path, target: Runner) -> OpenMtp:
         head = _head(found.spec, CheckpointWeights(checkpoint, found.stored), target, "eagle")
     except UsageError as e:
         raise UsageError(f"{MODEL_FLAG}: {path}: {e}") from e
-    return OpenMtp(path, head, len(target.spec.layers), True, MODEL_FLAG)
+    return OpenMtp(path, head, len(target.spec.layers), True, MODEL_FLAG, called="EAGLE layer")
+
+
+def open_assistant_model(path: Path, target: Runner) -> OpenMtp:
+    """The assistant in a directory, which reads the cache of ``target``. Raises ToolkitError or UsageError where it is
+    none for it."""
+    from toolkit.engine.drafts.assistant import DraftAssistant
+
+    with flagged():
+        head = _assistant(path, target)
+    return OpenMtp(path, head, len(target.spec.layers), True, MODEL_FLAG, called="assistant", draft=DraftAssistant)
+
+
+def _assistant(path: Path, target: Runner) -> AssistantHead:
+    from toolkit.artifacts.drafts.assistant import open_assistant
+    from toolkit.runners.assistant import AssistantHead, outer_of
+    from toolkit.runners.weights.checkpoint import CheckpointWeights
+
+    found = open_assistant(path, target.spec)
+    weights = CheckpointWeights(found.checkpoint, found.layers)
+    if target.name == "native":
+        from toolkit.runners.native import assistant as native
+
+        runner: Runner
+        runner, norm = native.run_beside(found.spec, weights, target)
+    else:
+        from toolkit.runners.tensor import assistant as tensor
+
+        runner, norm = tensor.run_beside(found.spec, weights, target)
+    return AssistantHead(found.spec, runner, target, lambda: outer_of(found, norm()), found.nbytes())
 
 
 def _unfit(config: EngineConfig, target: Runner) -> str:

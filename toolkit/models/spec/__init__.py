@@ -11,6 +11,7 @@ per-layer precision and error messages use these names.
 A mixer is one file here: a dataclass that answers for itself what ``mixer.MixerSpec`` lists.
 """
 
+from toolkit.models.spec.assistant import AssistantSpec
 from toolkit.models.spec.attention import AttentionSpec
 from toolkit.models.spec.cross import CrossSpec
 from toolkit.models.spec.decoder import DecoderSpec, LayerSpec, Mixer, Sublayer
@@ -36,6 +37,7 @@ __all__ = [
     "Activation",
     "AlibiSpec",
     "Apart",
+    "AssistantSpec",
     "AttentionSpec",
     "CacheGroup",
     "ConvSpec",

@@ -87,6 +87,9 @@ def _reads_others(spec: DecoderSpec) -> None:
             sound.expect("at", end <= columns, mixer.at, f"a part of the {columns} columns of per_layer")
         if mixer.kind != "reuse":
             continue
+        if mixer.outside:
+            sound.expect("group", mixer.group < len(spec.cache_groups), mixer.group, "a cache group")
+            continue
         source = kept.get(mixer.source)
         before = source is not None and mixer.source < layer
         sound.expect("source", before, mixer.source, f"a layer with attention before layer {layer}")

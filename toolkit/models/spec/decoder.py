@@ -108,7 +108,7 @@ def grouped(layers: Iterable[LayerSpec]) -> tuple[tuple[LayerSpec, ...], tuple[C
                 groups.setdefault(kept.rule, []).append(i)
                 mixer: Any = s.mixer
                 s = replace(s, mixer=replace(mixer, group=list(groups).index(kept.rule)))
-            if s.mixer.kind == "reuse":
+            if s.mixer.kind == "reuse" and not s.mixer.outside:
                 s = replace(s, mixer=replace(s.mixer, group=_keeper(placed[s.mixer.source]).group))
             sublayers.append(s)
         placed.append(LayerSpec(tuple(sublayers)))
@@ -197,7 +197,12 @@ class DecoderSpec:
     def lenders(self) -> dict[int, AttentionSpec]:
         """Attention whose keys and values later layers read, by layer."""
         layers = dict(self.attention_layers())
-        return {i: layers[i] for i in sorted({m.source for _, m in self.mixers() if m.kind == "reuse"})}
+        sources = {m.source for _, m in self.mixers() if m.kind == "reuse" and not m.outside}
+        return {i: layers[i] for i in sorted(sources)}
+
+    def borrowers(self) -> list[ReuseSpec]:
+        """Attention to what another model keeps."""
+        return [m for _, m in self.mixers() if m.kind == "reuse" and m.outside]
 
     def keepers(self) -> list[Keeper]:
         """What the layers keep of a request, in execution order."""

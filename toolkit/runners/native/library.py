@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 41  # tk_version of api.cpp, which says when both are raised
+VERSION = 42  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -167,7 +167,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {  # what each gives, then what it takes
     "tk_error": (c_char_p,),
     "tk_explain_mapped_faults": (None,),
     "tk_isa": (c_char_p, c_char_p),
-    "tk_model_create": (c_void_p, *_PROGRAM),
+    "tk_model_create": (c_void_p, *_PROGRAM, c_void_p),
     "tk_model_free": (None, c_void_p),
     "tk_model_join": (c_int, c_void_p, c_int),
     "tk_model_lose": (None, c_void_p),
@@ -241,15 +241,15 @@ def explain_mapped_faults() -> None:
 
 
 def create(
-    call: Any, names: Sequence[str], values: Sequence[float], tensors: Sequence[PackedTensor], threads: int
+    call: Any, names: Sequence[str], values: Sequence[float], tensors: Sequence[PackedTensor], threads: int, *more: Any
 ) -> int | None:
-    """What one of the library's ``tk_…_create`` makes of a record; the tensors must outlive it. None where it failed
-    (``error``)."""
+    """What one of the library's ``tk_…_create`` makes of a record and what else it takes; the tensors must outlive it.
+    None where it failed (``error``)."""
     numbers = np.asarray(values, np.float64)
     text = "".join(f"{name}\n" for name in names).encode()
     records = tensor_records(tensors)
     made: int | None = call(
-        text, numbers.ctypes.data, numbers.size, records, len(tensors), wanted_isa().encode(), threads
+        text, numbers.ctypes.data, numbers.size, records, len(tensors), wanted_isa().encode(), threads, *more
     )
     return made
 

@@ -97,9 +97,11 @@ def build_program(
     parts: Parts | None = None,
     kv_layers: Sequence[int] = (),
     key_means: str = "",
+    beside: DecoderSpec | None = None,
 ) -> Program:
     """``dtype`` names the type of keys and values where ``quant_policy`` is 0; ``parts``: of one of several ranks;
-    ``kv_layers`` and ``key_means``: see RunnerOptions. KeyError where a weight is missing."""
+    ``kv_layers`` and ``key_means``: see RunnerOptions; ``beside``: of the model whose cache it reads, if that is
+    another. KeyError where a weight is missing."""
     tensors = Tensors(weights, spec.ropes(), () if spec.vision is None else spec.vision.routed, parts)
     record = {
         "rank": 0 if parts is None else parts.share.rank,
@@ -122,7 +124,7 @@ def build_program(
         "softcap": spec.logit_softcap or 0.0,
         "embed": tensors.matrix(spec.embed, None) | {"site": tensors.site(spec.embed)},
         "per_layer": None if spec.per_layer is None else _per_layer(spec.per_layer, tensors),
-        "sublayers": _sublayers(spec, tensors, _caches(spec, tensors, dtype, kv_layers, key_means)),
+        "sublayers": _sublayers(spec, tensors, _caches(spec, tensors, dtype, kv_layers, key_means), beside or spec),
         "final_norm": tensors.norm(spec.final_norm),
         "head_rows": spec.head_size,
         "head": _head(spec, tensors),
@@ -204,8 +206,10 @@ def _caches(
         }
 
 
-def _sublayers(spec: DecoderSpec, tensors: Tensors, caches: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``caches``: see ``_caches``."""
+def _sublayers(
+    spec: DecoderSpec, tensors: Tensors, caches: Iterator[dict[str, Any]], keeps: DecoderSpec
+) -> list[dict[str, Any]]:
+    """``caches``: see ``_caches``; ``keeps``: the model whose keys and values are read."""
 
     def cache(mixer: Mixer) -> dict[str, Any]:
         kept = mixer.keeps()
@@ -215,7 +219,7 @@ def _sublayers(spec: DecoderSpec, tensors: Tensors, caches: Iterator[dict[str, A
         return {"source": keepers[mixer.source]} if mixer.kind == "reuse" else {}
 
     deep = 0 if spec.vision is None else len(spec.vision.deep)
-    keepers = {layer: i for i, (layer, mixer) in enumerate(spec.mixers()) if mixer.kind == "attention"}
+    keepers = {layer: i for i, (layer, mixer) in enumerate(keeps.mixers()) if mixer.kind == "attention"}
     return [
         {
             "pre_norm": tensors.norm(s.pre_norm),

@@ -63,8 +63,8 @@ class NativeRunner:
 
     ``weights``: called at every load; either packed (``Mapping[str, PackedTensor]``, used where it lies) or canonical
     (then packed in memory, which imports torch). ``changes``: reads the adapter in a directory. ``lender``: of the
-    model whose embedding and head this one's are; its weights are loaded first. Raises UsageError for an option that
-    cannot be.
+    model whose embedding and head this one's are; ``beside``: whose cache it reads, so that it has none. The weights of
+    either are loaded first. Raises UsageError for an option that cannot be.
     """
 
     name = "native"
@@ -81,6 +81,7 @@ class NativeRunner:
         share: Share = ALONE,
         changes: Callable[[Path], Mapping[str, Change]] | None = None,
         lender: NativeRunner | None = None,
+        beside: NativeRunner | None = None,
     ) -> None:
         if options.quant_policy not in QUANT_POLICIES:
             raise UsageError(f"quant_policy: expected {QUANT_POLICIES_TOLD}, found {options.quant_policy!r}")
@@ -103,7 +104,7 @@ class NativeRunner:
         self._weight_bytes = self._cache_bytes = 0
         self._mover: Mover | None = None  # of what it points into
         self._encoder: NativeEncoder | TorchEncoder | None = None
-        self._changes, self._lender = changes, lender
+        self._changes, self._lender, self._beside = changes, lender, beside
         self._scales: AllScales | None = None  # of the weights that are loaded
         self._adapter_paths = {i: Path(path) for i, (_, path) in enumerate(options.adapters) if path}
         self._coming_adapters: dict[int, Path] = {}  # read ahead of ``add_adapter``
@@ -143,10 +144,12 @@ class NativeRunner:
             parts=parts,
             kv_layers=options.kv_layers,
             key_means=options.key_means,
+            beside=None if self._beside is None else self._beside.spec,
         )
         threads = options.threads or usable_cores()
         make = self._library.tk_model_create
-        model = library.create(make, program.names, program.values, program.tensors, threads)
+        cache_of = None if self._beside is None else self._beside._loaded()
+        model = library.create(make, program.names, program.values, program.tensors, threads, cache_of)
         if not model:
             raise RunnerError(f"the native model cannot be made: {library.error(self._library)}")
         if self.spec.vision is not None and (reason := uncovered(self.spec.vision)):

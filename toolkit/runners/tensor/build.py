@@ -138,8 +138,10 @@ class _Builder:
         return self.kept[layer]
 
     def reuse(self, spec: ReuseSpec, layer: int) -> Reuse:
-        ends = self.linear(spec.q), self.outer(spec.o)
-        return Reuse(spec, *ends, self.norm(spec.q_norm), self.kept[spec.source].find, self.ops)
+        ends, kept = (self.linear(spec.q), self.outer(spec.o)), self.kept[spec.source]
+        if spec.outside:
+            kept = replace(kept, spec=replace(kept.spec, window=spec.window))
+        return Reuse(spec, *ends, self.norm(spec.q_norm), kept.find, self.ops)
 
     def per_layer(self, spec: PerLayerSpec, layer: int) -> PerLayer:
         return PerLayer(spec, self.linear(spec.gate), self.outer(spec.down), self.ops)
@@ -408,11 +410,13 @@ def build_decoder(
     adapter_step: AdapterStep | None = None,
     split: Split | None = None,
     lender: Decoder | None = None,
+    beside: Decoder | None = None,
 ) -> Decoder:
     """Build a model. Weights are read name by name, in execution order, and not kept.
 
     ``adapter_step`` says at each step which of ``adapters`` its tokens have. ``split``: the ranks of which this is one,
-    whose spec and weights these are. ``lender``: whose embedding and head it has, which ``weights`` need not hold.
+    whose spec and weights these are. ``lender``: whose embedding and head it has, which ``weights`` need not hold;
+    ``beside``: whose cache it reads.
     """
     if adapters:
         scales = scales_of(weights)
@@ -420,6 +424,9 @@ def build_decoder(
     routed = () if spec.vision is None else spec.vision.routed
     by_name = {x.linear: x for x in routed}
     builder = _Builder(weights, place, ops, adapters, adapter_step or AdapterStep(0), by_name, split)
+    if beside is not None:
+        mixers = (step.mixer for step in beside.steps)
+        builder.kept = {mixer.layer: mixer for mixer in mixers if isinstance(mixer, Attention)}
     begins, ends = split is None or split.begins, split is None or split.ends
     table = torch.empty(0, spec.hidden_size, dtype=place.dtype, device=place.device)
     if lender is not None:

@@ -64,8 +64,8 @@ class TensorRunner:
     ``options`` name runs kernel by kernel. ``ops``: found for the device where they are not given. ``notes``: what
     "auto" became and how quantized weights are held. ``split``: the ranks of which it is one, whose ``spec`` and
     ``weights`` are given; ``dense``: whether quantized weights are held dense, None: as is best here. ``lender``: of
-    the model whose embedding and head this one's are; its weights are loaded first. Raises UsageError for a device,
-    dtype or quant_policy that cannot be.
+    the model whose embedding and head this one's are; ``beside``: whose cache it reads, so that it has none. The
+    weights of either are loaded first. Raises UsageError for a device, dtype or quant_policy that cannot be.
     """
 
     name = "tensor"
@@ -82,6 +82,7 @@ class TensorRunner:
         split: Split | None = None,
         dense: bool | None = None,
         lender: TensorRunner | None = None,
+        beside: TensorRunner | None = None,
     ) -> None:
         _check(spec, options)
         if options.batch_invariant:
@@ -95,7 +96,7 @@ class TensorRunner:
         self._graphs, self._split = graphs, split
         self._on: Device = graphs or open_device(options.device)
         self._adapters, self._adapter_step = adapters, AdapterStep(len(adapters))
-        self._lender = lender
+        self._lender, self._beside = lender, beside
         stored = self._weights()
         roomy = dense_bytes(spec, torch.float32) <= self._free() // 2
         kept = stored_dtype(stored[spec.embed]) if lender is None else lender._dtype
@@ -116,7 +117,7 @@ class TensorRunner:
         self._expected: tuple[int, int] | None = None  # sequences and their tokens, as ``warm_up`` had them
 
     def _choose_ops(self, sample: Weight, stored: Mapping[str, Weight | Tensor]) -> Ops:
-        dims = {kept.head_dim for _, _, kept in self.spec.paged()}
+        dims = {kept.head_dim for _, _, kept in self.spec.paged()} | {m.head_dim for m in self.spec.borrowers()}
         latent = any(kept.kind == "latent" for _, _, kept in self.spec.paged())
         codes = "int8" if isinstance(sample, ChannelInt8) else "fp8"
         traits = cache_traits(self.options.quant_policy) | model_traits(self.spec)
@@ -191,6 +192,7 @@ class TensorRunner:
                     self._adapter_step,
                     self._split,
                     None if self._lender is None else self._lender.lent(),
+                    None if self._beside is None else self._beside.lent(),
                 )
                 if self.spec.vision is not None:
                     self._encoder = encoder_of(self.spec.vision)(self.spec.vision, weights, self._on.torch, self._dtype)
@@ -266,11 +268,12 @@ class TensorRunner:
             self._ready().warm_up(most, length, tokens)
 
     def _ready(self) -> Steps:
-        if self._steps is None:
-            if self._decoder is None or self._cache is None:
+        cache = self._cache if self._beside is None else self._beside._ready().cache
+        if self._steps is None or self._steps.cache is not cache:
+            if self._decoder is None or cache is None:
                 raise RunnerError("the runner has no weights or no cache; call load_weights and allocate_cache first")
             self._steps = Steps(
-                self.spec, self._decoder, self._cache, self._on, self._graphs, self._adapter_step, self._prompts
+                self.spec, self._decoder, cache, self._on, self._graphs, self._adapter_step, self._prompts
             )
             if self._expected is not None and self._graphs is not None:
                 self._steps.expect(*self._expected)

@@ -73,7 +73,7 @@ tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
 
 // Of all that passes here: functions, structures, the program's record, how tensors are packed. VERSION in library.py says
 // the same; raise both when any of it changes, so that neither side reads the other's as its own.
-TK_EXPORT int tk_version() { return 41; }
+TK_EXPORT int tk_version() { return 42; }
 
 TK_EXPORT const char* tk_error() { return message.c_str(); }
 
@@ -83,13 +83,15 @@ TK_EXPORT const char* tk_isa(const char* isa) {
     return guarded([&] { ops = ops_or_throw(isa); }) ? nullptr : ops->name;
 }
 
-// Program and tensors stay the caller's; tensor memory must outlive the model.
+// Program and tensors stay the caller's; tensor memory must outlive the model, as `lender` must, whose cache it reads (or null).
 TK_EXPORT tk::Model* tk_model_create(const char* names, const double* values, int64_t count,
-                                     const tk::TensorRecord* tensors, int64_t tensors_size, const char* isa, int64_t threads) {
+                                     const tk::TensorRecord* tensors, int64_t tensors_size, const char* isa, int64_t threads,
+                                     const tk::Model* lender) {
     tk::Model* model = nullptr;
     guarded([&] {
         const tk::Ops* ops = ops_or_throw(isa);
-        tk::Program program = tk::parse_program(names, values, count, tensors, tensors_size, ops->bf16_dot);
+        const tk::Program* from = lender ? &lender->program : nullptr;
+        tk::Program program = tk::parse_program(names, values, count, tensors, tensors_size, ops->bf16_dot, from);
         model = new tk::Model(std::move(program), ops, threads_or_throw(threads));
         model->profile = new_profile();
     });

@@ -80,7 +80,15 @@ void run_all(Model& m, Job& job, int64_t head_blocks) {
 
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
+void Model::borrow_cache() {
+    for (size_t g = 0; program.lender && g < program.groups.size(); g++) {
+        program.groups[g].data = program.lender->groups[g].data;
+        program.groups[g].blocks = program.lender->groups[g].blocks;
+    }
+}
+
 void Model::step(const StepArrays& in, const StepResults& out) {
+    borrow_cache();
     check_step(program, in, out, int64_t(previous.size()));
     if (program.ranks > 1 && !link) throw Error("the rank has not joined the others");
     if (profile) profile->start();
@@ -147,6 +155,7 @@ void Model::join(int fd) {
 void Model::allocate_cache(const int64_t* blocks, int64_t groups) {
     if (groups != int64_t(program.groups.size()))
         throw Error("num_blocks: expected " + std::to_string(program.groups.size()) + " counts, found " + std::to_string(groups));
+    if (program.lender) throw Error("num_blocks: the cache is another model's");
     release_cache();
     for (int64_t g = 0; g < groups; g++) {
         Group& group = program.groups[size_t(g)];

@@ -35,6 +35,7 @@ public:
     ~Model();
     void allocate_cache(const int64_t* blocks, int64_t groups);
     void release_cache();
+    void borrow_cache();  // as it is now, of the model whose cache is read, if that is another
     // Joins the other ranks; see Link. Comes before the first step.
     void join(int fd);
     void step(const StepArrays& in, const StepResults& out);

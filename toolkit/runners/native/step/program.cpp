@@ -131,8 +131,24 @@ void join(Input& in, Linear& l) {
     if (l.seen && l.seen->whole.present()) join_more(in, l.seen->whole);
 }
 
+namespace {
+
+// The cache of another model, whose blocks are laid out as it has them.
+void borrow(const Record& r, const Program& from, Program& prog) {
+    if (prog.ranks > 1 || from.ranks > 1) r.fail("ranks", "more than one, which share no cache with another model");
+    if (prog.groups.size() != from.groups.size() || prog.block_size != from.block_size || prog.bf16 != from.bf16)
+        r.fail("groups", "not those of the model whose cache is read");
+    for (size_t g = 0; g < prog.groups.size(); g++) {
+        if (from.groups[g].state || prog.groups[g].state) r.fail("groups", "one of states, which only their own model reads");
+        prog.groups[g].block_bytes = from.groups[g].block_bytes;
+    }
+    prog.lender = &from;
+}
+
+}  // namespace
+
 Program parse_program(const char* names, const double* values, int64_t count, const TensorRecord* tensors, int64_t tensors_size,
-                      bool bf16_dot) {
+                      bool bf16_dot, const Program* lender) {
     Values all(names, values, count, tensors, tensors_size);
     const Record r(all);
     Program prog;
@@ -154,6 +170,7 @@ Program parse_program(const char* names, const double* values, int64_t count, co
         group.state = entry.flag("state");
         prog.groups.push_back(group);
     }
+    if (lender) borrow(r, *lender, prog);
     const int64_t ropes = r.integer("ropes", 0, 64);
     for (int64_t i = 0; i < ropes; i++) prog.ropes.push_back(read_rope(r.entry("ropes", i)));
     prog.embed_scale = r.number("embed_scale");

@@ -316,6 +316,7 @@ struct Program {
     std::vector<Rope> ropes;
     std::vector<Sublayer> sublayers;
     std::vector<Group> groups;
+    const Program* lender = nullptr;  // another model's, whose cache its layers read; it is not written
 };
 
 // A tensor as it comes through the boundary. kind: 0 float32 vector, 1 DENSE, 2 INT.
@@ -328,8 +329,8 @@ struct TensorRecord {
     int32_t kind, dtype, bits, group, minima, turned, trellis;
 };
 
-// Reads and checks the record that program.py writes. Raises Error.
+// Reads and checks the record that program.py writes. `lender`: of Program, may be null. Raises Error.
 Program parse_program(const char* names, const double* values, int64_t count, const TensorRecord* tensors, int64_t tensors_size,
-                      bool bf16_dot);
+                      bool bf16_dot, const Program* lender = nullptr);
 
 }  // namespace tk

@@ -79,7 +79,9 @@ class Steps:
         self.adapters = adapters
         q_scales = (a.q_scale for _, a in spec.attention_layers() if a.q_scale is not None)
         self._positions = PositionTables(spec.ropes(), q_scales, device.torch)
-        self._tile_rows: dict[Kind, TileRows] = {(group, kept.window): {} for _, group, kept in spec.paged()}
+        kinds = [(group, kept.window) for _, group, kept in spec.paged()]
+        kinds += [(attention.group, attention.window) for attention in spec.borrowers()]
+        self._tile_rows: dict[Kind, TileRows] = {kind: {} for kind in kinds}
         self.graphs: Graphs | None = None
         self.prompts: Graphs | None = None  # steps with prompts
         self._most_tokens, self._room = prompts, (0, 0)

@@ -10,6 +10,7 @@ namespace {
 
 // Its place in the blocks of its cache group.
 void keep(Attention& a, const Record& r, Program& prog) {
+    if (prog.lender) r.fail("group", "of a cache that is another model's");
     a.group = r.integer("group", 0, int64_t(prog.groups.size()) - 1);
     a.kv_type = r.has("cache_type") ? int32_t(r.integer("cache_type", KV_F32, KV_INT65)) : prog.kv_type;
     if (a.rows && turns(a.kv_type)) throw Error("program: rows that are key and value at once in fewer than 8 bits");
@@ -135,10 +136,11 @@ Mixer read_attention(const Record& r, Program& prog) {
     return a;
 }
 
-// Attention with queries of its own to the keys and values of a sublayer before it.
+// Attention with queries of its own to the keys and values of a sublayer before it, or of the model whose cache is read.
 Mixer read_reuse(const Record& r, Program& prog) {
-    const int64_t source = r.integer("source", 0, int64_t(prog.sublayers.size()) - 1);
-    const Attention* from = std::get_if<Attention>(&prog.sublayers[size_t(source)].mixer);
+    const std::vector<Sublayer>& before = (prog.lender ? *prog.lender : prog).sublayers;
+    const int64_t source = r.integer("source", 0, int64_t(before.size()) - 1);
+    const Attention* from = std::get_if<Attention>(&before[size_t(source)].mixer);
     if (!from || !from->k.present()) r.fail("source", "keeps no keys and values");
     if (from->alibi || from->sinks || from->clip > 0 || from->sink_tokens || from->q_form || from->gate.present() || from->norm_last)
         r.fail("source", "no plain attention");
@@ -150,6 +152,11 @@ Mixer read_reuse(const Record& r, Program& prog) {
     a.first_head = a.first_kv = 0;
     a.codes = false;
     read_heads(r, a);
+    if (prog.lender) {
+        a.window = r.integer("window", 0, LIMIT);
+        if (from->window && (a.window == 0 || a.window > from->window)) r.fail("window", "sees further back than is kept");
+        if (a.window != prog.groups[size_t(a.group)].window) r.fail("window", "not that of its cache group");
+    }
     a.rope = r.has("rope") ? read_rope_of(r, prog, a.head_dim) : -1;
     a.q = r.linear("q", a.heads * a.head_dim, prog.hidden);
     a.o = r.linear("o", prog.hidden, a.heads * a.head_dim);

@@ -1,0 +1,132 @@
+"""Gemma 4's assistants: guesses are transformers', and change no answer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.engine.test_mtp import Made, answers_of
+from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.errors import ToolkitError
+from toolkit.runners.native import library
+
+pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library is not here")
+KINDS = {"small": ("gemma4_text", 0, False), "mixed": ("gemma4_text", 1, True), "sees": ("gemma4", 0, True)}
+
+
+@pytest.fixture(scope="module")
+def assistant(support: Any) -> Any:
+    return support("assistant")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: Any, tiny_models: Any) -> tuple[Path, bool]:
+    """A tiny Gemma 4, and whether its assistant chooses clusters."""
+    family, number, clusters = KINDS[request.param]
+    return tiny_models(family, shape=number), clusters
+
+
+@pytest.mark.parametrize("backend", ["turbomind", "pytorch"])
+def test_guesses_are_transformers(model: tuple[Path, bool], backend: str, assistant: Any, tmp_path: Path) -> None:
+    path, clusters = model
+    made: Made = []
+    small = assistant.write_assistant(path, tmp_path / "small", clusters=clusters)
+    answers, _ = answers_of(path, small, made, backend)
+    assert answers == answers_of(path, False, None, backend)[0]
+    made = [one for one in made if one[1]]
+    assert len(made) > 40
+    tried = 0
+    for tokens, guess in made[:: len(made) // 20]:
+        for token, (right, margin) in zip(guess, assistant.guess(path, small, tokens, len(guess)), strict=True):
+            if margin < 0.02:
+                break
+            assert token == right
+            tried += 1
+    assert tried > 12
+
+
+@pytest.mark.parametrize(
+    "options", [{"blocks": 8}, {"max_batch_size": 1}, {"turns": 2}, {"quant_policy": 8}, {"quant_policy": 4}], ids=str
+)
+@pytest.mark.parametrize("backend", ["turbomind", "pytorch"])
+def test_answers_stay_what_they_are(
+    model: tuple[Path, bool], backend: str, options: dict[str, Any], assistant: Any, tmp_path: Path
+) -> None:
+    path = assistant.alone(model[0], tmp_path / "model")
+    small = assistant.write_assistant(path, tmp_path / "small", right=True)
+    plain = answers_of(path, False, None, backend, **options)[0]
+    answers, accepted = answers_of(path, small, None, backend, **options)
+    assert answers == plain
+    assert accepted > 20
+
+
+@pytest.mark.parametrize("backend", [TurbomindEngineConfig, PytorchEngineConfig])
+def test_it_is_found_sleeps_and_meets_new_weights(
+    backend: Any, tiny_models: Any, assistant: Any, tmp_path: Path
+) -> None:
+    from toolkit import pipeline
+    from toolkit.messages import GenerationConfig
+
+    path = assistant.alone(tiny_models("gemma4_text"), tmp_path / "model")
+    small = assistant.write_assistant(path, tmp_path / "small", right=True)
+    config = GenerationConfig(max_new_tokens=20, ignore_eos=True, do_sample=False)
+
+    def counted(p: Any) -> Any:
+        core = p.engine._loop._core
+        core.speculator.options = replace(core.speculator.options, always=True)
+        core.speculator.drafts = [d for d in core.speculator.drafts if d.name == "mtp"]
+        text = p("Once", gen_config=config).text
+        return text, p.engine.stats()["spec_by_method"]["mtp"]["accepted"]
+
+    with pipeline(str(path), backend_config=backend(speculative_draft_model=str(small), session_len=128)) as p:
+        before, accepted = counted(p)
+        assert accepted > 10 and "assistant" in [row[0] for row in p.engine.plan.rows]
+        p.engine.weights.sleep()
+        p.engine.weights.wake()
+        again, more = counted(p)
+        assert again == before and more > accepted + 10
+        tensors = load_file(path / "model.safetensors")
+        p.update_weights(tensors | {"model.norm.weight": -tensors["model.norm.weight"]})
+        assert counted(p)[0] != before
+        assert [draft.name for draft in p.engine._loop._core.speculator.drafts] == ["mtp"]
+
+
+def test_what_is_none_for_a_model_is_refused_in_a_line(tiny_models: Any, assistant: Any, tmp_path: Path) -> None:
+    from toolkit import pipeline
+
+    path = tiny_models("gemma4_text")
+    small = assistant.write_assistant(path, tmp_path / "small", clusters=True)
+
+    def refused(told: str, model: Path = path, draft: Path = small, **fields: Any) -> None:
+        config = TurbomindEngineConfig(session_len=64, speculative_draft_model=str(draft), **fields)
+        with pytest.raises(ToolkitError, match=rf"^speculative_draft_model: {told}") as found:
+            pipeline(str(model), backend_config=config).close()
+        assert "\n" not in str(found.value)
+
+    def changed(name: str, lacks: str = "", **fields: Any) -> Path:
+        (target := tmp_path / name).mkdir()
+        config = json.loads((small / "config.json").read_text()) | fields
+        (target / "config.json").write_text(json.dumps(config))
+        tensors = {n: x for n, x in load_file(small / "model.safetensors").items() if n != lacks}
+        save_file(tensors, target / "model.safetensors", {"format": "pt"})
+        return target
+
+    refused(".*has a layer that sees a window, the model has none", tiny_models("llama", vocab_size=320))
+    refused(".*is of a model of width 64 and 320 tokens, the model has", tiny_models("gemma4_text", hidden_size=32))
+    refused(".*reads keys of .* heads of 16 where it sees a window, the model", tiny_models("gemma4_text", head_dim=32))
+    refused(".*is an assistant, no head; use mtp", speculative_algorithm="eagle3")
+    refused(".*is no assistant, as mtp expects", draft=path, speculative_algorithm="mtp")
+    refused(".*reads the cache of one rank", tp=2)
+    refused(".*text_config: expected an object", draft=changed("flat", text_config=None))
+    refused(".*num_centroids: expected a divisor of", draft=changed("odd", num_centroids=7))
+    name = "pre_projection.weight"
+    refused(f".*expected a tensor {name} .*, found none", draft=changed("lacks", name))
+    refused(
+        ".*tensor model.layers.1.mlp.up_proj.weight is missing",
+        draft=changed("torn", "model.layers.1.mlp.up_proj.weight"),
+    )

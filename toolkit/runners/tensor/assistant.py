@@ -1,0 +1,33 @@
+"""An assistant's layers on the tensor runner; its steps run kernel by kernel, also beside a model whose are graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from toolkit.errors import UsageError
+from toolkit.models.spec import AssistantSpec
+from toolkit.runners.base import Runner
+from toolkit.runners.head import F32
+from toolkit.runners.mtp import options_of
+from toolkit.runners.tensor.layers.norms import Norm
+from toolkit.runners.tensor.runner import TensorRunner
+
+
+def run_beside(
+    spec: AssistantSpec, weights: Mapping[str, Any], target: Runner
+) -> tuple[TensorRunner, Callable[[], F32]]:
+    """As ``native.assistant.run_beside``."""
+    if not isinstance(target, TensorRunner):
+        raise UsageError("an assistant reads the cache of one rank; leave it out, or tp, pp, dp and ep")
+    options = replace(options_of(target.options), device=target.device, dtype=target.dtype)
+    runner = TensorRunner(spec.layer, lambda: weights, options, dense=target.dense, beside=target)
+
+    def norm() -> F32:
+        found = target.lent().final_norm
+        assert isinstance(found, Norm)
+        numbers: F32 = found.weight.float().cpu().numpy()
+        return numbers
+
+    return runner, norm
