@@ -123,7 +123,7 @@ def test_what_is_none_for_a_model_is_refused_in_a_line(tiny_models: Any, assista
     refused(".*is no assistant, as mtp expects", draft=path, speculative_algorithm="mtp")
     refused(".*reads the cache of one rank", tp=2)
     refused(".*text_config: expected an object", draft=changed("flat", text_config=None))
-    refused(".*num_centroids: expected a divisor of", draft=changed("odd", num_centroids=7))
+    refused(".*num_centroids: found 7, expected a divisor of", draft=changed("odd", num_centroids=7))
     name = "pre_projection.weight"
     refused(f".*expected a tensor {name} .*, found none", draft=changed("lacks", name))
     refused(

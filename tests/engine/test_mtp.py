@@ -300,8 +300,10 @@ def test_wrong_layers_are_told_in_a_line(
     with pytest.raises(UsageError, match=r"mtp: .* has no layer for multi-token prediction"):
         opened(tiny_models("llama"), speculative_algorithm="mtp")
     opened(models[0], PytorchEngineConfig, speculative_algorithm="mtp")
-    with pytest.raises(UsageError, match="mtp takes none"):
-        TurbomindEngineConfig(speculative_algorithm="mtp", speculative_draft_model="x")
+    with pytest.raises(UsageError, match=r"speculative_draft_model: .* is no assistant, as mtp expects"):
+        opened(tiny_models("llama"), speculative_algorithm="mtp", speculative_draft_model=str(models[0]))
+    with pytest.raises(UsageError, match="ngram takes none"):
+        TurbomindEngineConfig(speculative_algorithm="ngram", speculative_draft_model="x")
 
 
 @pytest.mark.parametrize("backend", ["turbomind", "pytorch"])

@@ -48,6 +48,7 @@ def test_weights_in_other_pages_are_the_same(tiny_models, tmp_path, steps, monke
     asked: list[int] = []
     monkeypatch.setattr(huge_pages, "HUGE", 4096)
     monkeypatch.setattr(huge_pages, "_PATIENCE", 0.0)
+    monkeypatch.setattr(huge_pages, "_moved", type(huge_pages._moved)())  # those of other tests' models apart
     monkeypatch.setattr(huge_pages, "_in_huge_pages", lambda first, last: asked.append(first) or len(asked) % 2 == 0)
     runner, _ = open_runner(path, backend=None, options=RunnerOptions(block_size=16))
     found = []

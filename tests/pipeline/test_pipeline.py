@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,25 @@ def test_default_config_of_the_pipeline(model: Path) -> None:
         assert made("x", gen_config=SHORT).generate_token_len == 12
 
 
+def test_tokens_that_the_model_rules_out_never_come(model: Path, tmp_path: Path) -> None:
+    (target := tmp_path / "model").mkdir()
+    for file in model.iterdir():
+        (target / file.name).symlink_to(file)
+    file, config = target / "generation_config.json", GenerationConfig(max_new_tokens=16, ignore_eos=True)
+    with pipeline(str(target), log_level="ERROR") as pipe:
+        first = pipe("Once", gen_config=config).token_ids
+    never = sorted(set(first))[:8]
+    settings = json.loads(file.read_text()) if file.exists() else {}
+    file.unlink(missing_ok=True)
+    file.write_text(json.dumps(settings | {"suppress_tokens": never}))
+    with pipeline(str(target), log_level="ERROR") as pipe:
+        for some in (config, replace(config, do_sample=True, temperature=2.0, bad_token_ids=[300])):
+            assert not set(pipe("Once", gen_config=some).token_ids) & {*never, *(some.bad_token_ids or ())}
+    file.write_text(json.dumps(settings | {"suppress_tokens": [-1]}))
+    with pytest.raises(ToolkitError, match=r"suppress_tokens: expected a list of token ids below vocab_size"):
+        pipeline(str(target), log_level="ERROR")
+
+
 @pytest.mark.parametrize("heard", [True, False])
 def test_what_runs_the_model_instead_is_said(heard: bool, model: Path, caplog: pytest.LogCaptureFixture) -> None:
     lines: list[str] = []
@@ -96,7 +117,6 @@ def test_what_runs_the_model_instead_is_said(heard: bool, model: Path, caplog: p
 
 
 def test_n_choices_use_consecutive_seeds(pipe: Pipeline) -> None:
-    from dataclasses import replace
 
     choices = pipe("the fox", gen_config=replace(DRAWN, n=3))
     assert [c.token_ids for c in choices] == [

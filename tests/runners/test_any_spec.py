@@ -97,6 +97,7 @@ NOT_VARIED |= {"spread"}  # parts of models have it: tests/parallel/test_familie
 NOT_VARIED |= {"mutual", "carries", "writes", "types", "type_rows"}
 NOT_VARIED |= {"sink_tokens"}  # where a user asks for it: tests/native/test_streaming.py
 NOT_VARIED |= {"own"}  # the engine says each token's length: tests/pipeline/test_dynamic_rope.py
+NOT_VARIED |= {"outside", "newest"}  # of a model that drafts beside another: tests/engine/test_assistant.py
 
 
 def test_random_specs_say_all_that_a_spec_can(support):

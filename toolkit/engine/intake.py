@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.engine.adapters import Adapters
@@ -64,6 +65,9 @@ class Intake:
         check_request(request, self._runner, self._max_len, self._options.session_len)
         if self._runner.spec.mask_token is not None:
             request = in_blocks(request, self._runner.spec.mask_token, bool(processors))
+        if never := self._options.never:
+            params = request.params
+            request = replace(request, params=replace(params, bad_token_ids=[*params.bad_token_ids, *never]))
         built = self.constraints.find(request.params)
         if built is not None and self._adapters.ready(request.adapter):
             return self._sequence(request, processors, built)

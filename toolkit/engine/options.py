@@ -23,6 +23,7 @@ class EngineOptions:
     that keep keys and values of pictures; one request may have more.
     ``unmasking``: which guesses stay, of models that guess blocks of tokens together.
     ``speculation``: how tokens are guessed that a step then verifies, None: they are not.
+    ``never``: tokens that no request draws.
     ``check``: verify the block manager's books whenever the engine falls idle (debugging).
     """
 
@@ -38,4 +39,5 @@ class EngineOptions:
     pictures_kept: int = 8
     unmasking: Unmasking = field(default_factory=Unmasking)
     speculation: Speculation | None = None
+    never: tuple[int, ...] = ()
     check: bool = False

@@ -23,7 +23,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "several residual streams side by side, and low-rank layers beside each": (
         "Gemma3nForConditionalGeneration", "Gemma3nForCausalLM",
     ),
-    "a Gemma 4 beside it, for which it drafts (`--speculative-draft-model`)": (
+    "keys and values of the Gemma 4 whose speculative_draft_model it is": (
         "Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
     ),
     "positions of sines that are added to the embedding, or norms behind each sum": (

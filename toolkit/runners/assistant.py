@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from toolkit.models.assistant import ORDERING, Assistant
 from toolkit.models.spec import AssistantSpec
 from toolkit.runners.base import MemoryNeed, RunnerError
 from toolkit.runners.head import F32, I64, Drawn, Rows
 from toolkit.runners.step import NONE, SamplingBatch, StepBatch
 
 if TYPE_CHECKING:
-    from toolkit.artifacts.drafts.assistant import Assistant
+    from toolkit.artifacts.checkpoint import Checkpoint
 
 
 @dataclass
@@ -44,16 +45,20 @@ class Outer(NamedTuple):
     order: I64 = np.zeros((0, 0), np.int64)
 
 
-def outer_of(found: Assistant, norm: F32) -> Outer:
+def outer_bytes(found: Assistant, checkpoint: Checkpoint) -> int:
+    """Of what ``outer_of`` gives: words as they are stored, matrices in float32."""
+    words = checkpoint.info(f"{found.words}.weight").nbytes if found.spec.chosen else 0
+    return words + 4 * sum(x.in_features * x.out_features for x in (found.spec.join, found.spec.back))
+
+
+def outer_of(found: Assistant, checkpoint: Checkpoint, norm: F32) -> Outer:
     """What stands outside of the layers; ``norm``: of the larger model. Raises RunnerError where the order of tokens is
     none."""
-    from toolkit.artifacts.drafts.assistant import ORDERING
-
     spec = found.spec
-    join, back = (found.tensor(f"{x.name}.weight").float().numpy().T.copy() for x in (spec.join, spec.back))
+    join, back = (checkpoint.tensor(f"{x.name}.weight").float().numpy().T.copy() for x in (spec.join, spec.back))
     if not spec.chosen:
         return Outer(join, back, norm, spec.model_norm.eps)
-    order, words = found.tensor(ORDERING).long(), found.tensor(f"{found.words}.weight")
+    order, words = checkpoint.tensor(ORDERING).long(), checkpoint.tensor(f"{found.words}.weight")
     if not bool((order.sort().values == torch.arange(len(order))).all()):
         raise RunnerError(f"{ORDERING}: expected each of {len(order)} tokens once")
     order = order.view(spec.layer.vocab_size, -1)

@@ -127,11 +127,11 @@ def open_assistant_model(path: Path, target: Runner) -> OpenMtp:
 
 def _assistant(path: Path, target: Runner) -> AssistantHead:
     from toolkit.artifacts.drafts.assistant import open_assistant
-    from toolkit.runners.assistant import AssistantHead, outer_of
+    from toolkit.runners.assistant import AssistantHead, outer_bytes, outer_of
     from toolkit.runners.weights.checkpoint import CheckpointWeights
 
-    found = open_assistant(path, target.spec)
-    weights = CheckpointWeights(found.checkpoint, found.layers)
+    checkpoint, found = open_assistant(path, target.spec)
+    weights = CheckpointWeights(checkpoint, found.stored)
     if target.name == "native":
         from toolkit.runners.native import assistant as native
 
@@ -141,7 +141,8 @@ def _assistant(path: Path, target: Runner) -> AssistantHead:
         from toolkit.runners.tensor import assistant as tensor
 
         runner, norm = tensor.run_beside(found.spec, weights, target)
-    return AssistantHead(found.spec, runner, target, lambda: outer_of(found, norm()), found.nbytes())
+    outer, nbytes = lambda: outer_of(found, checkpoint, norm()), outer_bytes(found, checkpoint)
+    return AssistantHead(found.spec, runner, target, outer, nbytes)
 
 
 def _unfit(config: EngineConfig, target: Runner) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from toolkit.artifacts.text.suppressed import suppressed_tokens
 from toolkit.base import extras
 from toolkit.configs.moving import EngineRole
 from toolkit.engine.core import EngineCore
@@ -94,6 +95,7 @@ def _start(
             pictures_together=setup.pictures_together,
             unmasking=config.unmasking,
             speculation=config.speculation,
+            never=suppressed_tokens(setup.tokenizer_dir, runner.spec.vocab_size),
             check=log.isEnabledFor(logging.DEBUG),
         ),
         open_tokenizer,

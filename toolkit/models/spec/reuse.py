@@ -17,7 +17,7 @@ class ReuseSpec(MixerSpec):
     """``o(attention(q(x), keys, values))`` with keys and values of layer ``source``, whose attention has as many
     ``kv_heads`` of ``head_dim`` numbers; it is scaled and sees as far as that one. The rest as of ``AttentionSpec``.
     ``group`` is the source's. ``outside``: that is a layer of another model, whose cache this one reads and does not
-    write, and a query sees the ``window`` newest tokens there, or all (None); its own is not among them."""
+    write, and a query sees so many of the ``newest`` tokens there, or all (None); its own is not among them."""
 
     q: LinearSpec
     o: LinearSpec
@@ -29,7 +29,7 @@ class ReuseSpec(MixerSpec):
     q_norm: NormSpec | None = None
     group: int = later(0)
     outside: bool = later(False)
-    window: int | None = later(None)
+    newest: int | None = later(None)
     kind: Literal["reuse"] = "reuse"
 
     def linears(self) -> tuple[LinearSpec, ...]:

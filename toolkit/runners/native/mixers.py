@@ -71,7 +71,7 @@ def reuse(m: ReuseSpec, t: Tensors) -> Record:
         **t.linears(q=m.q, o=m.o),
         "q_norm": t.norm(m.q_norm),
         "own": t.own_heads(m),
-        **({"window": m.window or 0} if m.outside else {}),
+        **({"window": m.newest or 0} if m.outside else {}),
     }
 
 

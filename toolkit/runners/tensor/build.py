@@ -140,7 +140,7 @@ class _Builder:
     def reuse(self, spec: ReuseSpec, layer: int) -> Reuse:
         ends, kept = (self.linear(spec.q), self.outer(spec.o)), self.kept[spec.source]
         if spec.outside:
-            kept = replace(kept, spec=replace(kept.spec, window=spec.window))
+            kept = replace(kept, spec=replace(kept.spec, window=spec.newest))
         return Reuse(spec, *ends, self.norm(spec.q_norm), kept.find, self.ops)
 
     def per_layer(self, spec: PerLayerSpec, layer: int) -> PerLayer:

@@ -80,7 +80,7 @@ class Steps:
         q_scales = (a.q_scale for _, a in spec.attention_layers() if a.q_scale is not None)
         self._positions = PositionTables(spec.ropes(), q_scales, device.torch)
         kinds = [(group, kept.window) for _, group, kept in spec.paged()]
-        kinds += [(attention.group, attention.window) for attention in spec.borrowers()]
+        kinds += [(attention.group, attention.newest) for attention in spec.borrowers()]
         self._tile_rows: dict[Kind, TileRows] = {kind: {} for kind in kinds}
         self.graphs: Graphs | None = None
         self.prompts: Graphs | None = None  # steps with prompts
