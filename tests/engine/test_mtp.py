@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.drafts.assistant import is_assistant
+from toolkit.artifacts.drafts.dflash import is_dflash
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.speculative import Speculation
@@ -22,7 +23,7 @@ from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.draft import Guess
-from toolkit.engine.load.mtp import open_assistant_model, open_eagle_layer, open_mtp_layer
+from toolkit.engine.load.mtp import open_assistant_model, open_dflash_model, open_eagle_layer, open_mtp_layer
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Sequence
@@ -75,7 +76,11 @@ def answers_of(
     config = TurbomindEngineConfig(speculative_algorithm="mtp" if guess is True else None)
     layer = open_mtp_layer(path, config, runner, ()) if guess is True else None
     if isinstance(guess, Path):
-        layer = open_assistant_model(guess, runner) if is_assistant(guess) else open_eagle_layer(guess, runner)
+        kinds = {
+            is_assistant: open_assistant_model,
+            is_dflash: lambda path, runner: open_dflash_model(path, runner, None),
+        }
+        layer = next((kinds[is_one] for is_one in kinds if is_one(guess)), open_eagle_layer)(guess, runner)
     runner.load_weights()
     groups = len(runner.spec.cache_groups)
     blocks, layer_blocks = (options.pop("blocks", BLOCKS),) * groups, options.pop("layer_blocks", BLOCKS)

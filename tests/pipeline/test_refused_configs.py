@@ -15,7 +15,7 @@ from toolkit.configs.speculative import SpeculativeConfig
 from toolkit.errors import UsageError
 
 refused = refusing(UsageError)
-ALGORITHMS = "lookup, draft_model, eagle3, eagle, mtp"
+ALGORITHMS = "lookup, draft_model, eagle3, eagle, dflash, mtp"
 
 
 @pytest.mark.parametrize(
@@ -56,16 +56,16 @@ def test_an_engine_config(given: dict[str, Any], told: str) -> None:
             "devices: found [1], expected what device says, cuda:2, or none",
         ),
         (
-            lambda: SpeculativeConfig(method="lookup", dflash_block_size=4),
-            "dflash_block_size: found 4; leave it out: it does not run yet",
+            lambda: SpeculativeConfig(method="lookup", dflash_block_size=1),
+            "dflash_block_size: expected an integer in [2, 64], found 1",
         ),
         (
             lambda: TurbomindEngineConfig(speculative="off", speculative_algorithm="lookup"),
             "speculative: off, but speculative_algorithm or speculative_draft_model asks for it; leave one out",
         ),
         (
-            lambda: SpeculativeConfig(method="dflash"),
-            f"method: expected one of {ALGORITHMS}, found 'dflash': it does not run yet",
+            lambda: SpeculativeConfig(method="medusa"),
+            f"method: expected one of {ALGORITHMS}, found 'medusa': it does not run yet",
         ),
         (
             lambda: GenerationConfig(min_new_tokens=9, max_new_tokens=8),

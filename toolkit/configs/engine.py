@@ -215,14 +215,20 @@ class CommonEngineConfig:
     )
     speculative_algorithm: str | None = option(
         None,
-        "How: lookup (or ngram), draft_model, eagle3, eagle, mtp. Default: lookup, and mtp where the model has it.",
+        "How: lookup (or ngram), draft_model, eagle3, eagle, dflash, mtp. Default: lookup, mtp if the model has it.",
     )
     speculative_num_draft_tokens: int | None = option(
         None, "Tokens of a guess at most. Default: 16.", allowed=Bounds(1, MOST_ASKED, "int32"), hidden=True
     )
+    speculative_dflash_block_size: int | None = option(
+        None,
+        "Tokens of a DFlash draft's block. Default: the draft's.",
+        allowed=Bounds(2, MOST_ASKED, "int32"),
+        hidden=True,
+    )
     speculative_draft_model: str | None = option(
         None,
-        "A smaller model of the same vocabulary that guesses, or an EAGLE or EAGLE-3 head.",
+        "A smaller model of the same vocabulary that guesses, or a head (EAGLE, EAGLE-3, DFlash, Gemma 4's).",
         path=OR_NAME,
         metavar="MODEL",
     )

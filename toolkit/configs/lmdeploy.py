@@ -80,7 +80,6 @@ _CACHE = "engines share blocks of the cache by kv_cache_dir"
 _CHECKPOINTS = "states are kept at block borders by themselves, and evicted like blocks"
 _WHOLE = "whole blocks of every prompt are cached"
 _EXPERTS = "rows go to experts by all-to-all over NCCL or gloo"
-_DRAFT = "DFlash heads are not run"
 _MOVED = "blocks go over by shared memory or TCP, as --migration-backend of the servers says"
 _STEPS = "a step's tokens are bounded by max_prefill_token_num"
 _GRAPHS = "the runner chooses what it captures"
@@ -170,10 +169,12 @@ OPTIONS: dict[str, Theirs] = {
     "allow_credentials": _notice(_CORS, False),
     "allow_methods": _notice(_CORS, "*", str),
     "allow_headers": _notice(_CORS, "*", str),
-    "speculative_algorithm": _works("lookup (ngram), draft_model, eagle3, eagle, mtp"),
-    "speculative_draft_model": _works("a smaller model of the same vocabulary, or an EAGLE or EAGLE-3 head"),
+    "speculative_algorithm": _works("lookup (ngram), draft_model, eagle3, eagle, dflash, mtp"),
+    "speculative_draft_model": _works(
+        "a smaller model of the same vocabulary, or a head (EAGLE, EAGLE-3, DFlash, Gemma 4's assistants)"
+    ),
     "speculative_num_draft_tokens": _works("at most; 16 unless told otherwise"),
-    "speculative_dflash_block_size": _refused(_DRAFT),
+    "speculative_dflash_block_size": _works("the draft's own unless told otherwise"),
     "serving_strategy": _works(),
     "dummy_prefill": _refused("prompts are always computed", False),
     "migration_protocol": _notice(_MOVED, "RDMA", "RDMA", "NVLINK"),

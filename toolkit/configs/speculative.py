@@ -18,11 +18,13 @@ ALGORITHMS: dict[str, str | None] = {
     "draft_model": "draft_model",
     "eagle3": "eagle3",
     "eagle": "eagle",
+    "dflash": "dflash",
+    "DFLASH": "dflash",  # SGLang's
     "mtp": "mtp",
     "nextn": "mtp",  # SGLang's, as the next
     "NEXTN": "mtp",
     **dict.fromkeys(("gemma4_mtp", "deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "mimo_mtp"), "mtp"),
-    **dict.fromkeys(("hy3_mtp", "dflash", "medusa"), None),
+    **dict.fromkeys(("hy3_mtp", "medusa"), None),
 }
 Share = Literal["user", "all", "off"]
 SHARES = ("user", "all", "off")
@@ -45,8 +47,9 @@ class Speculation:
 @dataclass
 class SpeculativeConfig:
     """How tokens are guessed that a step then verifies; LMDeploy's record. ``method``: "lookup" (or "ngram"),
-    "draft_model", "eagle3", "eagle", "mtp"; ``model``: of all but the first, of "mtp" an assistant, where the model has
-    no layer of its own. ``num_speculative_tokens``: that a guess has at most.
+    "draft_model", "eagle3", "eagle", "dflash", "mtp"; ``model``: of all but the first, of "mtp" an assistant, where the
+    model has no layer of its own. ``num_speculative_tokens``: that a guess has at most. ``dflash_block_size``: tokens
+    that a DFlash draft computes at once, the newest among them; None: as many as it was trained for.
     """
 
     method: str = "lookup"
@@ -58,7 +61,7 @@ class SpeculativeConfig:
         check_algorithm("method", self.method)
         number("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_ASKED, whole=True)
         if self.dflash_block_size is not None:
-            raise UsageError(f"dflash_block_size: found {shown(self.dflash_block_size)}; leave it out: {NOT_YET}")
+            number("dflash_block_size", self.dflash_block_size, 2, MOST_ASKED, whole=True)
 
     def fields(self) -> dict[str, Any]:
         """Of an engine config those that say the same."""
@@ -66,6 +69,7 @@ class SpeculativeConfig:
             "speculative_algorithm": self.method,
             "speculative_draft_model": self.model,
             "speculative_num_draft_tokens": self.num_speculative_tokens,
+            "speculative_dflash_block_size": self.dflash_block_size,
         }
 
 
@@ -89,7 +93,7 @@ def check_speculative(config: Any) -> None:
     if model is not None and not (isinstance(model, str) and model.strip()):
         raise UsageError(f"speculative_draft_model: expected a path or hub id, found {shown(model)}")
     method = None if name is None else ALGORITHMS[name]
-    if method in ("draft_model", "eagle3", "eagle") and model is None:
+    if method in ("draft_model", "eagle3", "eagle", "dflash") and model is None:
         raise UsageError(f"speculative_algorithm: {name} needs speculative_draft_model, what guesses")
     if model is not None and method == "lookup":
         raise UsageError(f"speculative_draft_model: {name} takes none; use draft_model or eagle3, or leave it out")

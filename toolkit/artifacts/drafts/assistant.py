@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.drafts.numbers import check_numbers
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.weights import check_stored
 from toolkit.errors import ToolkitError, UsageError
@@ -29,11 +30,5 @@ def open_assistant(path: Path, model: DecoderSpec) -> tuple[Checkpoint, Assistan
     except UsageError as e:
         raise UsageError(f"{path} {e}") from e
     check_stored(checkpoint, found.stored)
-    for name, shape in found.numbers.items():
-        if name not in checkpoint:
-            raise ToolkitError(f"{path}: expected a tensor {name} {list(shape)}, found none")
-        info, kinds = checkpoint.info(name), ("I64", "I32") if name == ORDERING else ("F32", "F16", "BF16")
-        if tuple(info.shape) != shape or info.dtype not in kinds:
-            told = f"expected {list(shape)} of {', '.join(kinds)}, found {list(info.shape)} of {info.dtype}"
-            raise ToolkitError(f"{path}: tensor {name}: {told}")
+    check_numbers(checkpoint, found.numbers, whole=(ORDERING,))
     return checkpoint, found

@@ -59,7 +59,7 @@ def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], pack
         raise UsageError(f"{FLAG}: not with empty_init: nothing is known of the weights that it is to guess for")
     with flagged():
         path = resolve_model(name, download_dir=config.download_dir)
-        if means_assistant(config, path):
+        if means_assistant(config, path) or means_dflash(config, path):
             return DraftFiles(path, path, path)
         head = means_head(config, path)
         if head:
@@ -81,6 +81,20 @@ def means_assistant(config: EngineConfig, path: Path) -> bool:
         raise UsageError(f"{FLAG}: {path} is no assistant, as {name} expects; use draft_model, eagle or eagle3")
     if found and method not in (None, "mtp", "draft_model"):
         raise UsageError(f"{FLAG}: {path} is an assistant, no head; use mtp")
+    return found
+
+
+def means_dflash(config: EngineConfig, path: Path) -> bool:
+    """Whether what is to guess is a draft of DFlash. Raises UsageError where it was to be and is none, and where it is
+    and was to be another."""
+    from toolkit.artifacts.drafts.dflash import is_dflash
+
+    name = config.speculative_algorithm
+    method, found = None if name is None else ALGORITHMS[name], is_dflash(path)
+    if method == "dflash" and not found:
+        raise UsageError(f"{FLAG}: {path} is no DFlash draft; use draft_model, eagle or eagle3")
+    if found and method not in (None, "dflash", "draft_model"):
+        raise UsageError(f"{FLAG}: {path} is a DFlash draft; use dflash")
     return found
 
 

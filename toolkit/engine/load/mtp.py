@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from toolkit.configs.engine import EngineConfig
     from toolkit.models.family import Family
     from toolkit.runners.assistant import AssistantHead
+    from toolkit.runners.dflash import DFlashHead
     from toolkit.runners.mtp import MtpHead
 
 FLAG = "speculative_algorithm"
@@ -35,8 +36,8 @@ class OpenMtp:
     ``blocks``: of its cache, once planned; ``called``: what it is, to users."""
 
     path: Path
-    head: MtpHead | AssistantHead
-    layers: int  # of its model
+    head: MtpHead | AssistantHead | DFlashHead
+    taps: tuple[int, ...]  # of its model, whose inputs it reads
     asked: bool
     option: str = f"{FLAG}: mtp"
     blocks: tuple[int, ...] = ()
@@ -62,7 +63,8 @@ class OpenMtp:
             self.head.load(self.blocks)
         except (RunnerError, MemoryError) as e:
             raise ToolkitError(f"{self.option}: {self.path}: its {self.called} cannot be loaded: {e}") from e
-        return self.draft(self.head, (self.layers,), plan.session_len)
+        head: Any = self.head  # of the kind that its draft asks
+        return self.draft(head, self.taps, plan.session_len)
 
     def close(self) -> None:
         """Free what was opened."""
@@ -95,7 +97,7 @@ def open_mtp_layer(
         if asked:
             raise UsageError(f"{FLAG}: mtp: {e}") from e
         return None
-    return OpenMtp(named or path, head, len(target.spec.layers), asked)
+    return OpenMtp(named or path, head, (len(target.spec.layers),), asked)
 
 
 def open_eagle_layer(path: Path, target: Runner) -> OpenMtp:
@@ -112,7 +114,7 @@ def open_eagle_layer(path: Path, target: Runner) -> OpenMtp:
         head = _head(found.spec, CheckpointWeights(checkpoint, found.stored), target, "eagle")
     except UsageError as e:
         raise UsageError(f"{MODEL_FLAG}: {path}: {e}") from e
-    return OpenMtp(path, head, len(target.spec.layers), True, MODEL_FLAG, called="EAGLE layer")
+    return OpenMtp(path, head, (len(target.spec.layers),), True, MODEL_FLAG, called="EAGLE layer")
 
 
 def open_assistant_model(path: Path, target: Runner) -> OpenMtp:
@@ -122,7 +124,43 @@ def open_assistant_model(path: Path, target: Runner) -> OpenMtp:
 
     with flagged():
         head = _assistant(path, target)
-    return OpenMtp(path, head, len(target.spec.layers), True, MODEL_FLAG, called="assistant", draft=DraftAssistant)
+    return OpenMtp(path, head, (len(target.spec.layers),), True, MODEL_FLAG, called="assistant", draft=DraftAssistant)
+
+
+def open_dflash_model(path: Path, target: Runner, block: int | None) -> OpenMtp:
+    """The draft model of DFlash in a directory, for the model of ``target``; ``block``: tokens of its block, where
+    that is not the file's. Raises ToolkitError or UsageError where it is none for it."""
+    from toolkit.engine.drafts.block import DraftBlock
+
+    with flagged():
+        head = _dflash(path, target, block)
+    return OpenMtp(path, head, head.spec.taps, True, MODEL_FLAG, called="DFlash draft", draft=DraftBlock)
+
+
+def _dflash(path: Path, target: Runner, block: int | None) -> DFlashHead:
+    from toolkit.artifacts.drafts.dflash import open_dflash
+    from toolkit.runners.dflash import DFlashHead
+    from toolkit.runners.weights.checkpoint import CheckpointWeights
+
+    checkpoint, found = open_dflash(path, target.spec)
+    spec = replace(found.spec, block=block or found.spec.block)
+    names = f"{spec.join.name}.weight", f"{spec.norm.name}.weight"
+
+    def numbers() -> tuple[Any, Any]:
+        join, norm = (checkpoint.tensor(name).float().numpy() for name in names)
+        return join.T.copy(), norm
+
+    weights = CheckpointWeights(checkpoint, found.stored)
+    runner: Runner
+    if target.name == "native":
+        from toolkit.runners.native.lent import run_with_head as native
+
+        runner = native(spec.layer, weights, target)
+    else:
+        from toolkit.runners.tensor.lent import run_with_head as tensor
+
+        runner = tensor(spec.layer, weights, target)
+    return DFlashHead(spec, runner, numbers)
 
 
 def _assistant(path: Path, target: Runner) -> AssistantHead:

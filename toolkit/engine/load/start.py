@@ -15,10 +15,10 @@ from toolkit.configs.moving import EngineRole
 from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.draft import Draft
 from toolkit.engine.load import ranks
-from toolkit.engine.load.draft import OpenDraft, means_assistant, means_eagle, means_head, open_draft
+from toolkit.engine.load.draft import OpenDraft, means_assistant, means_dflash, means_eagle, means_head, open_draft
 from toolkit.engine.load.head import OpenHead, open_head
 from toolkit.engine.load.memory_plan import MemoryPlan
-from toolkit.engine.load.mtp import OpenMtp, open_assistant_model, open_eagle_layer, open_mtp_layer
+from toolkit.engine.load.mtp import OpenMtp, open_assistant_model, open_dflash_model, open_eagle_layer, open_mtp_layer
 from toolkit.engine.load.runner import new_weights, open_for, to_split
 from toolkit.engine.load.setup import Facts, Progress, Setup
 from toolkit.engine.load.share_out import share_out
@@ -168,6 +168,8 @@ def _open_draft(setup: Setup, runner: Runner) -> OpenDraft | OpenHead | OpenMtp 
         return open_mtp_layer(setup.path, setup.config, runner, families, setup.source)
     if means_assistant(setup.config, files.path):
         return open_assistant_model(files.path, runner)
+    if means_dflash(setup.config, files.path):
+        return open_dflash_model(files.path, runner, setup.config.speculative_dflash_block_size)
     if means_eagle(setup.config, files.path):
         return open_eagle_layer(files.path, runner)
     if means_head(setup.config, files.path):

@@ -16,6 +16,7 @@ from toolkit.models.spec.attention import AttentionSpec
 from toolkit.models.spec.cross import CrossSpec
 from toolkit.models.spec.decoder import DecoderSpec, LayerSpec, Mixer, Sublayer
 from toolkit.models.spec.delta import DeltaSpec
+from toolkit.models.spec.dflash import DFlashSpec
 from toolkit.models.spec.encoder import EncoderSpec
 from toolkit.models.spec.keeps import CacheGroup, Kept, Latent, Paged, State
 from toolkit.models.spec.latent import LatentSpec
@@ -42,6 +43,7 @@ __all__ = [
     "CacheGroup",
     "ConvSpec",
     "CrossSpec",
+    "DFlashSpec",
     "Cut",
     "DecoderSpec",
     "DeltaSpec",

@@ -69,7 +69,7 @@ class Arrays:
         s.embeds_size = 0 if batch.embeds is None else len(batch.embed_index)
         put("embeds", batch.embeds, F32, s.embeds_size * width)
         put("embed_index", batch.embed_index if s.embeds_size else None, I32, s.embeds_size)
-        s.routed_size = len(batch.routed)
+        s.fills, s.routed_size = int(batch.fills), len(batch.routed)
         put("routed", batch.routed, I32, s.routed_size)
         self._views(batch.views or NO_VIEWS, spec.hidden_size)
         self._groups(batch, spec, tokens, seqs)

@@ -9,9 +9,9 @@ from toolkit.errors import UsageError
 from toolkit.models.spec import AssistantSpec
 from toolkit.runners.base import Runner
 from toolkit.runners.head import F32
-from toolkit.runners.mtp import options_of
 from toolkit.runners.native.packing.packed import floats
 from toolkit.runners.native.runner import NativeRunner
+from toolkit.runners.paged_head import options_of
 
 
 def run_beside(

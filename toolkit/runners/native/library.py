@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 42  # tk_version of api.cpp, which says when both are raised
+VERSION = 43  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -70,7 +70,7 @@ _STEP_FIELDS = (
     "table_width slot_mapping rope_set rope_length adapter sample_index logits_size! logits_index hidden_size! "
     "hidden_index aux_size! aux_index aux_sublayers_size! aux_sublayers "
     "target_size! target_index target_ids routes_size! routes_index embeds_size! embeds embed_index "
-    "routed_size! routed rows_size! picture_rows "
+    "fills! routed_size! routed rows_size! picture_rows "
     "new_size! new_pictures gone_size! gone views_size! views view_ptr seen_size! seen copies_size copies "
     f"{' '.join(COLUMNS)} position history_size! history_ptr history_ids history_count bias_size! bias_ptr bias_ids "
     "bias_values logprobs grammar"

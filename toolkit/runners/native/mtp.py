@@ -9,9 +9,10 @@ import numpy as np
 
 from toolkit.models.spec import MtpSpec
 from toolkit.runners.head import F32
-from toolkit.runners.mtp import MtpHead, options_of
+from toolkit.runners.mtp import MtpHead
 from toolkit.runners.native.packing.packed import PackedTensor, floats
 from toolkit.runners.native.runner import NativeRunner
+from toolkit.runners.paged_head import options_of
 
 
 class NativeMtp(MtpHead):

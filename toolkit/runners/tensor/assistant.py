@@ -10,7 +10,7 @@ from toolkit.errors import UsageError
 from toolkit.models.spec import AssistantSpec
 from toolkit.runners.base import Runner
 from toolkit.runners.head import F32
-from toolkit.runners.mtp import options_of
+from toolkit.runners.paged_head import options_of
 from toolkit.runners.tensor.layers.norms import Norm
 from toolkit.runners.tensor.runner import TensorRunner
 

@@ -67,6 +67,15 @@ class Attention:
     ops: Ops
 
     def __call__(self, x: Activations, step: StepContext) -> Tensor:
+        q, gate = self.write(x, step)
+        if self.spec.q_scale is not None:
+            q = (q * step.q_scales[self.spec.q_scale]).to(q.dtype)
+        y = self.find(q, step, turned=True).flatten(1)
+        y = y if gate is None else y * torch.sigmoid(gate)
+        return self.o(y if self.o_norm is None else self.o_norm(y))
+
+    def write(self, x: Activations, step: StepContext) -> tuple[Tensor, Tensor | None]:
+        """Keys and values into the cache. Returns queries [T, heads, head_dim] and the gate, where there is one."""
         spec, cache = self.spec, step.cache.layers[self.layer, self.spec.group]
         qkv, gate = self.qkv(x), None
         if spec.gate is not None:
@@ -106,11 +115,7 @@ class Attention:
             cache.v_params,
             *scales,
         )
-        if spec.q_scale is not None:
-            q = (q * step.q_scales[spec.q_scale]).to(q.dtype)
-        y = self.find(q, step, turned=True).flatten(1)
-        y = y if gate is None else y * torch.sigmoid(gate)
-        return self.o(y if self.o_norm is None else self.o_norm(y))
+        return q, gate
 
     def find(self, q: Tensor, step: StepContext, turned: bool = False) -> Tensor:
         """What queries [T, heads, head_dim], also those of another layer, find in this one's cache; ``turned``: as
@@ -377,6 +382,12 @@ class Decoder:
             if s.ends is not None:
                 step.tap(s.ends + 1, x, delta)
         return x, delta
+
+    def fill(self, x: Tensor, step: StepContext) -> None:
+        """Keys and values of all layers, made of ``x`` [T, hidden] each."""
+        for s in self.steps:
+            if isinstance(s.mixer, Attention):
+                s.mixer.write(x, step)
 
     def idle(self) -> None:
         """Take part in a step that has no tokens here."""

@@ -15,7 +15,8 @@ from toolkit.artifacts.engine.torch_target import TorchWeights
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import MtpSpec
 from toolkit.runners.head import F32
-from toolkit.runners.mtp import MtpHead, options_of
+from toolkit.runners.mtp import MtpHead
+from toolkit.runners.paged_head import options_of
 from toolkit.runners.tensor.cuda_artifact import CudaWeights
 from toolkit.runners.tensor.layers.norms import Norm
 from toolkit.runners.tensor.runner import TensorRunner

@@ -129,6 +129,13 @@ void check_step(const Program& p, const StepArrays& in, const StepResults& out, 
     for (int64_t t = 0; t < in.tokens; t++)
         if (in.from_previous[t] < 0 && (in.token_ids[t] < 0 || in.token_ids[t] >= p.vocab))
             fail("token_ids", 0, p.vocab, in.token_ids[t], t);
+    if (in.fills) {
+        if (in.rows || in.logits_size || in.hidden_size || in.aux_size || in.target_size || in.routes_size || in.embeds_size != in.tokens)
+            throw Error("fills: expected a row for each token, and nothing that is asked for");
+        for (const Sublayer& s : p.sublayers)
+            if (const Attention* a = std::get_if<Attention>(&s.mixer); a ? a->settles() || !a->k.present() : !std::holds_alternative<Mlp>(s.mixer))
+                throw Error("fills: the model has layers of another kind than plain attention and MLPs");
+    }
     if (in.axes != 1 && in.axes != 3) throw Error("positions: expected 1 or 3 of a token, found " + std::to_string(in.axes));
     within("positions", in.positions, in.axes * in.tokens, 0, MOST);
     within("cu_seqlens", in.cu_seqlens, in.seqs + 1, 0, in.tokens + 1);

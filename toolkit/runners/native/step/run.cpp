@@ -200,6 +200,12 @@ void Run::turn_table(size_t i, Range r) const {
 }
 
 void Run::layers() {
+    if (in.fills) {
+        share(P_EMBED, count, 1, [&](Range r) { embed_rows(r); });
+        for (const Sublayer& s : p.sublayers)
+            if (const Attention* a = std::get_if<Attention>(&s.mixer)) fill(*a);
+        return;
+    }
     if (parts.empty()) {
         share(P_EMBED, count, 1, [&](Range r) { embed_rows(r); });
         if (p.per_layer.present()) give();

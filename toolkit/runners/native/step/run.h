@@ -178,6 +178,7 @@ private:
 
     // attention_step.cpp, attend_step.cpp
     void mix(const Sublayer& s, const Attention& a);
+    void fill(const Attention& a);
     // Tiles of a linear that are computed, and the column of a row of projections where its first would lie.
     struct Projection {
         const Linear* l;

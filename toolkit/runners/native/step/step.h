@@ -38,6 +38,7 @@ struct StepArrays {
     int64_t embeds_size;
     const float* embeds;  // [E, hidden and as much for each of the deep branches]
     const int32_t* embed_index;
+    int64_t fills;  // keys and values of all layers are made of `embeds`, and nothing else is computed
     int64_t routed_size;
     const int32_t* routed;  // flat tokens that have linears of pictures
     int64_t rows_size;  // of new pictures

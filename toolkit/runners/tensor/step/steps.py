@@ -112,7 +112,7 @@ class Steps:
             if len(pairs):
                 self.copy_blocks(group, pairs)
         self._reach(int(batch.positions.max()))
-        if self.graphs is not None and is_decode(batch):
+        if self.graphs is not None and is_decode(batch) and not batch.fills:
             tensors, capture = self._decode(batch, self.graphs)
         else:
             tensors, capture = self._mixed(batch)
@@ -244,7 +244,9 @@ class Steps:
             x, delta = self._kernel_by_kernel(batch, routes, taps)
             if taps and len(batch.aux_index):
                 aux = torch.stack([tap for tap in taps.values() if tap is not None], 1)
-        if self._ends:
+        if batch.fills:
+            found = {}
+        elif self._ends:
             found = produce(self.decoder, x, delta, batch, self.device)
         else:
             assert self.decoder.split is not None
@@ -396,6 +398,9 @@ class Steps:
             context.ids = ids.index_fill(0, t["embed_index"], table.pad) if "embed_index" in t else ids
         if taps:
             context.taps, context.tap_rows = taps, t.get(TAPPED)
+        if batch.fills:
+            self.decoder.fill(x, context)
+            return x[:0], None
         return self.decoder.run(x, context)
 
 

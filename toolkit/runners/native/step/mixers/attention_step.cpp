@@ -105,7 +105,7 @@ void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
     const float *cos = half ? w.cos[size_t(a.rope)] + t * half : nullptr, *sin = half ? w.sin[size_t(a.rope)] + t * half : nullptr;
     uint8_t* to = const_cast<uint8_t*>(query(a, head, t));
     uint8_t* from_sinks = const_cast<uint8_t*>(sink_query(a, head, t));
-    for (int64_t i = 0; i < a.per_kv; i++) {
+    for (int64_t i = 0; i < a.per_kv && !in.fills; i++) {
         const int64_t h = a.first_head + head * a.per_kv + i, at = i * query_bytes(a);
         load(q + h * hd, a.q_norm, h, cos, sin);
         if (a.q_form) std::for_each(row, row + hd, [&](float& x) { x *= factor; });
@@ -136,6 +136,16 @@ void Run::store(const Attention& a, int64_t t, int64_t head, const float* key, c
     uint8_t* vp = kp + cells * a.cell.k_params;
     ops.kv_write(a.kv_type, a.dpad, key, value, base + cell * a.cell.k_cell, vc + cell * a.cell.v_cell,
                  kp + cell * a.cell.k_params, vp + cell * a.cell.v_params, lane, last);
+}
+
+// Keys and values of the residual stream's rows as they are, into the cache.
+void Run::fill(const Attention& a) {
+    std::vector<Projection> both = side_by_side({&a.q, &a.k, &a.v});
+    both.erase(both.begin());
+    project(a.in, Norm(), w.x, w.hidden_ld, w.qkv, both);
+    share(P_ROPE, count * a.kv_heads, 1, [&](Range r) {
+        for (int64_t i = r.first; i < r.last; i++) turn_and_store(a, i / a.kv_heads, i % a.kv_heads);
+    });
 }
 
 void Run::mix(const Sublayer& s, const Attention& a) {
