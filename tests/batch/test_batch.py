@@ -355,6 +355,14 @@ def test_defaults_fill_what_is_left_open(pipe: Any, tmp_path: Path) -> None:
     assert spent == {"open": 3, "own": 2, "talk": 3, "newer": 2, "vector": None}
 
 
+def test_a_request_s_own_length_holds_by_either_name() -> None:
+    for own in ("max_tokens", "max_completion_tokens"):
+        for given in ("max_tokens", "max_completion_tokens"):
+            for filling in (Filling(defaults={given: 9}), Filling(extra_body={given: 9})):
+                body = Filler(filling).body(Asked("a", "/v1/chat/completions", {"messages": "a", own: 2}), "tiny")
+                assert body == {"messages": "a", own: 2, "model": "tiny"}
+
+
 REFUSED = {
     "no column": (["{missing}"], "there are text, note"),
     "a format": (["{text:>9}"], "names of columns in braces"),
