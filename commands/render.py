@@ -51,7 +51,7 @@ def run(
     if tokens:
         print(json.dumps(tokenizer.encode(prompt, add_special_tokens=False)))
     else:
-        sys.stdout.write(prompt)
+        sys.stdout.write(prompt.encode("utf-8", "replace").decode())  # half a character as tokenizers are given it
 
 
 def _variables(request: dict[str, Any], more: str | None) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _variables(request: dict[str, Any], more: str | None) -> dict[str, Any]:
 
 def _request() -> dict[str, Any]:
     try:
-        data = json.load(sys.stdin)
+        data = json.loads(sys.stdin.buffer.read())  # UTF-8 with or without its mark, whatever the locale is
     except (ValueError, RecursionError) as error:
         raise UsageError(f"standard input: expected JSON messages ({error})") from error
     request = {"messages": data} if isinstance(data, list) else data

@@ -19,7 +19,7 @@ def told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     """What ``tool ARGS``, in this process, says before it ends with 2; ``text`` is piped into it."""
 
     def run(*args: str, text: str = "") -> str:
-        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         with pytest.raises(SystemExit) as left:
             main([str(arg) for arg in args])
         captured = capsys.readouterr()

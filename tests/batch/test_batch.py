@@ -355,6 +355,14 @@ def test_defaults_fill_what_is_left_open(pipe: Any, tmp_path: Path) -> None:
     assert spent == {"open": 3, "own": 2, "talk": 3, "newer": 2, "vector": None}
 
 
+def test_a_request_s_own_length_holds_by_either_name() -> None:
+    for own in ("max_tokens", "max_completion_tokens"):
+        for given in ("max_tokens", "max_completion_tokens"):
+            for filling in (Filling(defaults={given: 9}), Filling(extra_body={given: 9})):
+                body = Filler(filling).body(Asked("a", "/v1/chat/completions", {"messages": "a", own: 2}), "tiny")
+                assert body == {"messages": "a", own: 2, "model": "tiny"}
+
+
 REFUSED = {
     "no column": (["{missing}"], "there are text, note"),
     "a format": (["{text:>9}"], "names of columns in braces"),
@@ -427,15 +435,17 @@ def test_the_pipeline_s_name_for_sampling_is_answered_with_the_requests(pipe: An
 def test_answers_as_a_table(model: Path, tool: Any, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [line("a"), "{torn", line("talk", "/v1/chat/completions", messages="Hi", max_tokens=2), line("z", mystery=1)]
+    rows.append(line("told", "/v1/responses", input="Hi", max_output_tokens=2))
     source, target = write(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet"
     done = tool(source, target, "--model", model, *ENGINE)
     assert done.returncode == 0, done.stderr
     found = parquet.read_table(target).to_pylist()
     kept = {row["custom_id"]: row for row in read(tmp_path / "out.parquet.jsonl")}
-    assert [row["custom_id"] for row in found] == ["a", None, "talk", "z"]
-    assert [row["status_code"] for row in found] == [200, None, 200, 400]
+    assert [row["custom_id"] for row in found] == ["a", None, "talk", "z", "told"]
+    assert [row["status_code"] for row in found] == [200, None, 200, 400, 200]
     assert found[0]["text"] == kept["a"]["response"]["body"]["choices"][0]["text"]
     assert found[2]["text"] == kept["talk"]["response"]["body"]["choices"][0]["message"]["content"]
+    assert found[4]["text"] == kept["told"]["response"]["body"]["output"][-1]["content"][0]["text"]
     assert json.loads(found[1]["error"])["code"] == "invalid_json" and found[3]["text"] is None
     assert json.loads(found[0]["response"]) == kept["a"]["response"]["body"]
     target.unlink()

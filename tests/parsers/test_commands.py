@@ -16,12 +16,12 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 
 class Input(io.TextIOWrapper):
-    def __init__(self, text: str) -> None:
-        super().__init__(io.BytesIO(text.encode()), "utf-8")
+    def __init__(self, text: str, locale: str) -> None:
+        super().__init__(io.BytesIO(text.encode()), locale)
 
 
-def run(capsys: Any, monkeypatch: Any, text: str, *argv: str) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.stdin", Input(text))
+def run(capsys: Any, monkeypatch: Any, text: str, *argv: str, locale: str = "utf-8") -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.stdin", Input(text, locale))
     with pytest.raises(SystemExit) as stop:
         main([*argv])
     out = capsys.readouterr()
@@ -85,3 +85,14 @@ def test_render(capsys: Any, monkeypatch: Any, tiny_models: Any, tmp_path: Path)
     assert code == 2 and f"--tools {file}: expected" in err and err.count("\n") == 1
     code, _, err = run(capsys, monkeypatch, "{", "render", "--template", "chatml", "--model", model)
     assert code == 2 and "standard input: expected JSON messages" in err
+
+
+def test_render_reads_utf_8_in_any_locale(capsys: Any, monkeypatch: Any, tiny_models: Any) -> None:
+    rendering = ("render", "--template", "chatml", "--model", str(tiny_models("llama")))
+    messages = json.dumps([{"role": "user", "content": "é 好"}], ensure_ascii=False)
+    _, prompt, _ = run(capsys, monkeypatch, messages, *rendering)
+    assert "user\né 好" in prompt
+    assert run(capsys, monkeypatch, f"\ufeff{messages}", *rendering) == (0, prompt, "")
+    assert run(capsys, monkeypatch, messages, *rendering, locale="latin-1") == (0, prompt, "")
+    code, half, _ = run(capsys, monkeypatch, '[{"role": "user", "content": "a\\ud800"}]', *rendering)
+    assert code == 0 and "user\na?" in half

@@ -377,6 +377,8 @@ def test_a_path_that_does_not_exist() -> None:
         ({"prompts": "a", "request_output_len": 5}, "max_new_tokens"),
         ({"prompts": "a", "temperature": 5}, "GenerationConfig"),
         ({"prompts": "a", "nonsense": 5}, "nonsense"),
+        ({"prompts": "a", "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: expected a dict"),
+        ({"prompts": "a", "chat_template_kwargs": [1]}, "chat_template_kwargs: expected a dict"),
     ],
 )
 def test_misuse_of_calls(pipe: Pipeline, arguments: dict[str, Any], names: str) -> None:

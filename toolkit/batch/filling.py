@@ -22,6 +22,7 @@ from toolkit.serve.openai.batches.lines import ENDPOINTS, Asked
 from toolkit.serve.openai.batches.urls import CHAT, PROMPTED, RESPONSES
 
 MOST_SCHEMA = 1 << 20  # bytes of a file that holds one
+_LENGTH = {"max_tokens", "max_completion_tokens"}  # two names of one field: a request that gives one says it all
 _CHANGING = ("tool_call_parser", "reasoning_parser", "media_io_kwargs")
 _FORMS = (
     "response_format",
@@ -60,11 +61,9 @@ class Filler:
         """The body of a request, with what it leaves open. ``model``: what the served model is called."""
         body, known = dict(asked.body), _fields(asked.url)
         for name, value in self._given.items():
-            if name == "max_tokens":
-                name = "max_output_tokens" if asked.url == RESPONSES else name
-                if "max_completion_tokens" in body:
-                    continue
-            if name in known:
+            if name == "max_tokens" and asked.url == RESPONSES:
+                name = "max_output_tokens"
+            if name in known and not (name in _LENGTH and _LENGTH & body.keys()):
                 body.setdefault(name, value)
         body.setdefault("model", model)
         if self._schema is not None:

@@ -69,6 +69,9 @@ def _row(told: dict[str, Any]) -> dict[str, Any]:
 def _text(body: Any) -> str | None:
     """What the model has said, where the answer is of a kind that says something."""
     try:
+        if "output" in body:  # of /v1/responses, which has thoughts and calls beside it
+            parts = [part for item in body["output"] if item["type"] == "message" for part in item["content"]]
+            return "".join(part["text"] for part in parts) if parts else None
         choice = body["choices"][0]
         found = choice["message"]["content"] if "message" in choice else choice["text"]
     except (TypeError, LookupError):

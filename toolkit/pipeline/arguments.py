@@ -72,7 +72,12 @@ def id_rows(input_ids: Any, vocab_size: int) -> list[list[int]]:
 
 def template_options(kwargs: dict[str, Any]) -> dict[str, Any]:
     """What a call's further arguments say to the chat template. Raises UsageError for others."""
-    options = dict(kwargs.pop("chat_template_kwargs", None) or {})
+    given = kwargs.pop("chat_template_kwargs", None) or {}
+    if not isinstance(given, dict) or not {"self", "messages"}.isdisjoint(given):
+        raise UsageError(
+            f"chat_template_kwargs: expected a dict without 'self' and 'messages', found {shown(given, 60)}"
+        )
+    options = dict(given)
     if (tools := kwargs.pop("tools", None)) is not None:
         options["tools"] = tools
     refuse_unknown("the call", kwargs)
