@@ -25,6 +25,11 @@ RELEASED = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}  # MiniC
         ("cohere2", {"tie_word_embeddings": False}, "cohere2 sees everything in each 4th layer alone, and is tied"),
         ("exaone4", {}, "exaone4 slides in the model of 64 layers alone, in three of every four"),
         (
+            "exaone4",
+            {"layer_types": ["full_attention"] * 4},
+            "exaone4 turns q and k where no layer slides, this model does not",
+        ),
+        (
             "gemma3_text",
             {"layer_types": None, "sliding_window_pattern": 2},
             "gemma3 sees everything in each 6th layer alone, this model not",
