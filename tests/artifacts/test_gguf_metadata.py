@@ -80,6 +80,15 @@ def test_gemma2_without_what_its_architecture_has(fields: dict[str, Any], word: 
     assert word in (why_not("gemma2", **fields) or "")
 
 
+@pytest.mark.parametrize("kind", ["default", "linear", "yarn"])
+def test_command_r_with_scaled_positions(kind: str, tiny_models: Any, tmp_path: Path) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4} | ({} if kind == "default" else {"factor": 4.0})
+    path = tiny_models("cohere", shape=2, rope_parameters=rope)
+    rewrite(str(path), tmp_path / "m.gguf", to="gguf")
+    written, read = (load_spec(open_checkpoint(x))[0].ropes() for x in (path, tmp_path / "m.gguf"))
+    assert written == read
+
+
 @pytest.mark.parametrize("family", ["cohere2", "smollm3"])
 def test_rows_of_layers_without_rope(family: str, tiny_models: Any, tmp_path: Path) -> None:
     """llama.cpp's converter takes Command-R7B's as they are, and turns SmolLM3's as if they had rope."""

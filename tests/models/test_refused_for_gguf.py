@@ -15,6 +15,7 @@ from toolkit.models.tiny import tiny_config
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 1e4}
 PHI = LONG | {"short_mscale": 1.2, "long_mscale": 1.3, "original_max_position_embeddings": 128}
+SEES, SLIDES = "full_attention", "sliding_attention"
 RELEASED = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}  # MiniCPM 3's multipliers
 
 
@@ -25,11 +26,31 @@ RELEASED = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}  # MiniC
         ("cohere2", {"tie_word_embeddings": False}, "cohere2 sees everything in each 4th layer alone, and is tied"),
         ("exaone4", {}, "exaone4 slides in the model of 64 layers alone, in three of every four"),
         (
+            "exaone4",
+            {"layer_types": ["full_attention"] * 4},
+            "exaone4 turns q and k where no layer slides, this model does not",
+        ),
+        (
             "gemma3_text",
             {"layer_types": None, "sliding_window_pattern": 2},
             "gemma3 sees everything in each 6th layer alone, this model not",
         ),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "gemma3 does not cap logits, this model does"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {SEES: {"rope_type": "default"}, SLIDES: {"rope_type": "linear", "factor": 8.0}}},
+            "gemma3 turns layers that slide by an unscaled rope, this model does not",
+        ),
+        (
+            "olmo3",
+            {"rope_parameters": {SEES: {"rope_theta": 5e5}, SLIDES: {"rope_theta": 1e4}}},
+            "olmo2 turns layers that slide by an unscaled rope of the same base, this model does not",
+        ),
+        (
+            "gemma2",
+            {"rope_parameters": {SEES: {"rope_theta": 1e6}, SLIDES: {"rope_theta": 1e4}}},
+            "gemma2 turns all layers alike, this model does not",
+        ),
         ("gpt_neox", {"attention_bias": False}, "gptneox has biases in its attention, and a head of its own"),
         ("helium", {"attention_bias": True}, "llama has biases of q, k and v with one of o, this model without"),
         (
@@ -107,6 +128,10 @@ def test_what_no_architecture_computes() -> None:
     assert unsupported(spec) == (
         "files of gpt-oss are read with the YaRN of the released models, which is not truncated"
     )
+    spec, _ = build(tiny_config(get("gpt_oss")) | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
+    assert unsupported(spec) == "files of gpt-oss are read with YaRN, or unscaled; this model's rope is linear"
+    spec, _ = build(tiny_config(get("gemma3_text")) | {"rope_parameters": {SEES: YARN, SLIDES: {"rope_theta": 1e4}}})
+    assert unsupported(spec) == "files of gemma3 are read with linear scaling alone; this model's is yarn"
     fields = get("nemotron_h").tiny[1].fields | {
         "n_group": 2,
         "topk_group": 1,

@@ -16,8 +16,9 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import fit_recipe
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import most_patches
-from toolkit.models.registry import LANGUAGE_PARTS, families, get
+from toolkit.models.registry import LANGUAGE_PARTS, build, families, get
 from toolkit.models.tiny import SIZES as SIZES_OF_TEXT
+from toolkit.models.tiny import tiny_config
 from toolkit.models.towers import pixtral_tower
 from toolkit.vision.eyes import Eyes
 from toolkit.vision.recipes import prepare
@@ -194,6 +195,13 @@ def test_where_nothing_is_cut_there_need_be_no_thumbnail() -> None:
     assert len(prepare(make(Fields(config), Fields(tiny.preprocessor)), picture(300, 10)).pixels) == 1
     with pytest.raises(ToolkitError, match="use_thumbnail: found False, expected true"):
         make(Fields({**config, "dynamic_image_size": True}), Fields(tiny.preprocessor))
+
+
+@pytest.mark.parametrize("family", ["internvl", "llava", "mistral3"])
+def test_a_projector_s_activation_is_one_that_runs(family: str) -> None:
+    config = tiny_config(get(family)) | {"projector_hidden_act": "silu"}
+    with pytest.raises(ToolkitError, match="projector_hidden_act: found silu, expected one of gelu, gelu_pytorch_tanh"):
+        build(config)
 
 
 def test_a_canvas_is_one_that_the_tower_knows() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import ACTIVATIONS, MAX_LAYERS
@@ -137,7 +137,8 @@ class Gguf:
     ``varied``: layers may have other widths and numbers of heads, which are stated one by one. ``stacks``: which
     matrices of each expert stand in a tensor one below the other; files that have them apart are read too. ``idle``:
     tensors that a file may have of layers that do not read them. ``words``: the kind of a tokenizer that the
-    architecture has alone.
+    architecture has alone. ``local``: how layers that slide turn: as the others do ("same"), by the base of those and
+    unscaled ("plain"), or unscaled by a base that a key states ("own").
     """
 
     arch: str
@@ -170,6 +171,7 @@ class Gguf:
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
     words: str = ""
+    local: Literal["same", "plain", "own"] = "same"
 
     def of(self, spec: DecoderSpec) -> Gguf:
         """The architecture that a model of the family is written as."""

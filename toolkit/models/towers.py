@@ -153,6 +153,11 @@ def activation(config: Fields, default: str, name: str = "hidden_act") -> str:
     return ACTIVATIONS[config.text(name, default=default, choices=tuple(ACTIVATIONS))]
 
 
+def projector_activation(config: Fields) -> str:
+    """One that a stage of a projector has."""
+    return ACTIVATIONS[config.text("projector_hidden_act", default="gelu", choices=("gelu", "gelu_pytorch_tanh"))]
+
+
 def taken_layers(config: Fields, layers: int, default: int) -> int:
     """How many layers run for the hidden state that ``vision_feature_layer`` names: -1 is the last one's."""
     value = config.values.get("vision_feature_layer", default)

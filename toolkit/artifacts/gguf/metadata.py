@@ -52,6 +52,7 @@ def model_metadata(spec: DecoderSpec) -> ModelMetadata:
     values.update(_experts(spec, gguf))
     if (rope := latents[0].rope if latents else _main_rope(layers)) is not None:
         _rope(rope, found)
+        _check_ropes(layers, gguf, rope)
     if latents:
         values.update(_latent_scale(latents[0], gguf))
     if not gguf.alibi and any(attention.alibi is not None for attention in layers):
@@ -138,6 +139,22 @@ def _main_rope(layers: list[AttentionSpec]) -> RopeSpec | None:
     """The rope that the file states: of the layers that see everything, where they have one."""
     ropes = [attention.rope for attention in layers if attention.window is None] + [x.rope for x in layers]
     return next((rope for rope in ropes if rope is not None), None)
+
+
+def _check_ropes(layers: list[AttentionSpec], gguf: Gguf, rope: RopeSpec) -> None:
+    """Raise ToolkitError where a layer turns otherwise than readers have it turn. ``rope``: the file's."""
+    for attention in layers:
+        if (own := attention.rope) is None:
+            continue
+        if attention.window is None or gguf.local == "same":
+            good, does = own == rope, "turns all layers alike"
+        else:
+            good = own.kind == "default" and (gguf.local == "own" or own.theta == rope.theta)
+            does = "turns layers that slide by an unscaled rope" + (
+                " of the same base" if gguf.local == "plain" else ""
+            )
+        if not good:
+            raise ToolkitError(f"gguf: llama.cpp's {gguf.arch} {does}, this model does not")
 
 
 def _feed_forward(spec: DecoderSpec) -> int:

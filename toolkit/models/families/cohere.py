@@ -39,10 +39,12 @@ def build(config: Fields) -> Built:
 
 def _write(spec: DecoderSpec) -> dict[str, Any]:
     as_wide_as_the_model(spec, "command-r")
-    normed = spec.attention_layers()[0][1].q_norm is not None
+    first = spec.attention_layers()[0][1]
+    normed = first.q_norm is not None
     if not spec.tied or normed != (len(spec.layers) >= LARGE):
         raise ToolkitError(f"gguf: llama.cpp's command-r is tied, and norms q and k from {LARGE} layers on")
-    return {"logit_scale": spec.head_scale, "rope.scaling.type": "none"}
+    plain = first.rope is None or first.rope.kind == "default"
+    return {"logit_scale": spec.head_scale, **({"rope.scaling.type": "none"} if plain else {})}
 
 
 LARGE = 64  # layers

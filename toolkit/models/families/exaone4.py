@@ -45,7 +45,10 @@ def slides(config: Fields, layers: int, window: int | None) -> list[bool]:
 
 
 def _write(spec: DecoderSpec) -> dict[str, Any]:
-    windows = [a.window for _, a in spec.attention_layers()]
+    layers = [a for _, a in spec.attention_layers()]
+    windows = [a.window for a in layers]
+    if not any(windows) and any(a.rope is None for a in layers):
+        raise ToolkitError("gguf: llama.cpp's exaone4 turns q and k where no layer slides, this model does not")
     if any(windows) and (len(windows) != 64 or any((w is None) != ((i + 1) % 4 == 0) for i, w in enumerate(windows))):
         raise ToolkitError("gguf: llama.cpp's exaone4 slides in the model of 64 layers alone, in three of every four")
     return {}

@@ -74,6 +74,9 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
         raise ToolkitError(f"gguf: llama.cpp's gemma3 sees everything in each {PATTERN}th layer alone, this model not")
     local = next(a.rope for _, a in layers if a.window is not None)
     assert local is not None
+    full = next((a.rope for _, a in layers if a.window is None), local)
+    if full is not None and full.kind not in ("default", "linear"):
+        raise ToolkitError(f"gguf: files of gemma3 are read with linear scaling alone; this model's is {full.kind}")
     if spec.logit_softcap is not None:
         raise ToolkitError("gguf: llama.cpp's gemma3 does not cap logits, this model does")
     return {"rope.freq_base_swa": float(local.theta)}
@@ -109,5 +112,5 @@ FAMILY = Family(
         ),
     ),
     Gguf("gemma3", "gemma3_text", {**BLOCK, **QK_NORMS, **GGUF_NORMS}, biases=False, window=True,
-         fields=FIELDS, read=_read, write=_write, scale=_scale),
+         local="own", fields=FIELDS, read=_read, write=_write, scale=_scale),
 )  # fmt: skip

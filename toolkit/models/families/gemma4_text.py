@@ -300,6 +300,7 @@ GGUF = Gguf(
     read=_read,
     write=_write,
     scale=lambda spec: 1.0,
+    local="own",
     bare=("ffn_gate_inp.scale",),
     top={
         **TOP,

@@ -68,6 +68,8 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
         raise ToolkitError(
             "gguf: files of gpt-oss are read with the YaRN of the released models, which is not truncated"
         )
+    if rope is not None and rope.kind not in ("default", "yarn"):
+        raise ToolkitError(f"gguf: files of gpt-oss are read with YaRN, or unscaled; this model's rope is {rope.kind}")
     if any((attention.window is None) != bool(i % 2) for i, attention in layers) or not layers[0][1].q.bias:
         raise ToolkitError("gguf: llama.cpp's gpt-oss slides in every other layer from the first, and has biases")
     return {}

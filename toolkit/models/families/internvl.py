@@ -16,7 +16,16 @@ from toolkit.models.family import Family, Tiny
 from toolkit.models.mmproj import Clip, Mmproj, square, tower_fields
 from toolkit.models.pictures import Recipe
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.towers import activation, clip_tower, language_of, mlp, seeing, stored_vision, taken_layers
+from toolkit.models.towers import (
+    activation,
+    clip_tower,
+    language_of,
+    mlp,
+    projector_activation,
+    seeing,
+    stored_vision,
+    taken_layers,
+)
 from toolkit.models.videos import Video
 from toolkit.models.vision import Stage, Tower, VisionSpec
 
@@ -69,7 +78,7 @@ def eye(config: Fields, spec: DecoderSpec, merge: Literal["merge", "merge_turned
         found = config.values.get("downsample_ratio", 0.5)
         config.fail("downsample_ratio", found, f"one that divides {tower.grid[0]}, the patches along a side")
     wide = tower.hidden * factor**2
-    act = activation(config, "gelu", "projector_hidden_act")
+    act = projector_activation(config)
     first = (Stage(merge, factor=factor), Stage("layer", "vision.projector.layer_norm", wide, eps=1e-5))
     token = config.integer("image_token_id", default=151667, low=0, high=spec.vocab_size - 1)
     return VisionSpec(tower, (*first, *mlp(wide, spec.hidden_size, act)), token)

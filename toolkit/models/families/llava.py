@@ -19,11 +19,11 @@ from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.models.towers import (
     CLIP,
     PIXTRAL,
-    activation,
     clip_tower,
     language_of,
     mlp,
     pixtral_tower,
+    projector_activation,
     seeing,
     siglip_tower,
     stored_vision,
@@ -61,7 +61,7 @@ def parts(
     if tower.class_token != (strategy == "default") and kind != "pixtral":
         config.fail("vision_feature_select_strategy", strategy, "default with a class token, full without")
     bias = config.flag("multimodal_projector_bias", True)
-    act = activation(config, "gelu", "projector_hidden_act")
+    act = projector_activation(config)
     image = config.integer("image_token_index", "image_token_id", default=token, low=0, high=spec.vocab_size - 1)
     made = VisionSpec(
         tower=replace(tower, taken=taken),

@@ -15,10 +15,10 @@ from toolkit.models.mmproj import Clip, Mmproj, tower_fields
 from toolkit.models.pictures import Recipe
 from toolkit.models.towers import (
     PIXTRAL,
-    activation,
     language_of,
     mlp,
     pixtral_tower,
+    projector_activation,
     seeing,
     stored_vision,
     taken_layers,
@@ -43,7 +43,7 @@ def build(config: Fields) -> Built:
         *mlp(
             tower.hidden,
             spec.hidden_size,
-            activation(config, "gelu", "projector_hidden_act"),
+            projector_activation(config),
             config.flag("multimodal_projector_bias", False),
         ),
     )

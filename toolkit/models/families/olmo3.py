@@ -64,5 +64,5 @@ FAMILY = Family(
         ),
         Tiny(dict(num_key_value_heads=1, layer_types=["full_attention", "sliding_attention"], sliding_window=12)),
     ),
-    replace(olmo2.GGUF, family="olmo3", window=True, read=_read, write=_write),
+    replace(olmo2.GGUF, family="olmo3", window=True, local="plain", read=_read, write=_write),
 )
