@@ -116,6 +116,11 @@ def test_another_program_at_the_address(said: bytes, told: str) -> None:
                 list(client.completions_v1(model="m", prompt="a", stream=stream))
 
 
+def test_a_proxy_without_nodes_has_no_model() -> None:
+    with saying(b'HTTP/1.1 200 OK\r\n\r\n{"data": []}') as client, pytest.raises(ToolkitError, match="found no models"):
+        list(client.chat("hi"))
+
+
 def test_an_address_with_v1_is_the_same(start: Any) -> None:
     url = start().url
     for address in (url, f"{url}/", f"{url}/v1", f"{url}/v1/"):

@@ -104,7 +104,9 @@ class APIClient:
         return self._pieces("/v1/completions", {"prompt": prompt, **fields})
 
     def _pieces(self, path: str, fields: dict[str, Any]) -> Iterator[Piece]:
-        model = fields.pop("model", None) or self.available_models[0]
+        model = fields.pop("model", None) or next(iter(self.available_models), None)
+        if model is None:  # as of a proxy that has no nodes yet
+            raise ToolkitError(f"{self.url}: found no models there")
         body = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **fields}
         tokens, reason = 0, None
         for chunk in self._post(path, body):
