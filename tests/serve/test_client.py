@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ToolkitError
+from toolkit.serve.background import Server
 from toolkit.serve.client import APIClient
 
 
@@ -34,6 +35,21 @@ def test_errors(start: Any) -> None:
         list(client.completions_v1(model="echo", prompt="abc", stream=True))
     with pytest.raises(ToolkitError, match="cannot be reached"):
         _ = APIClient("http://127.0.0.1:1").available_models
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_ones_own_server(start: Any, monkeypatch: Any) -> None:
+    """It does not reach this machine, and would learn the key."""
+    server = start(api_keys=["k"])
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+    class Own(APIClient):
+        direct = Server.direct
+
+    assert Own(server.url, "k").available_models == ["echo"]
+    with pytest.raises(ToolkitError, match="cannot be reached"):
+        _ = APIClient(server.url, "k").available_models
 
 
 @contextmanager
@@ -98,6 +114,11 @@ def test_another_program_at_the_address(said: bytes, told: str) -> None:
         for stream in (False, True):
             with saying(said) as client, pytest.raises(ToolkitError, match=told):
                 list(client.completions_v1(model="m", prompt="a", stream=stream))
+
+
+def test_a_proxy_without_nodes_has_no_model() -> None:
+    with saying(b'HTTP/1.1 200 OK\r\n\r\n{"data": []}') as client, pytest.raises(ToolkitError, match="found no models"):
+        list(client.chat("hi"))
 
 
 def test_an_address_with_v1_is_the_same(start: Any) -> None:

@@ -94,6 +94,8 @@ BAD_IN_BOTH = [
     ("response_format.choice", {"type": "choice", "choice": []}),
     ("response_format.nonsense", {"type": "text", "nonsense": 1}),
     ("guided_json", "{"),
+    ("guided_json", {"type": "object", "properties": {"a": {"not": {}}}}),
+    ("structured_outputs.json", {"json": {"not": {}}}),
     ("guided_regex", 5),
     ("structured_outputs.regex", {"regex": "a", "json_object": True}),
     ("structured_outputs.xml", {"xml": "a"}),

@@ -801,6 +801,9 @@ def test_a_session_keeps_its_node() -> None:
                 assert len(found) == 1
                 ports |= found
             assert len(ports) > 1
+            none = {"model": "m", "prompt": "a", "session_id": -1}  # as LMDeploy's clients say that it has no session
+            replies = [await w.client.post("/v1/chat/interactive", json=none) for _ in range(24)]
+            assert len({reply.json()["node"] for reply in replies}) > 1
 
     run(go)
 

@@ -371,7 +371,7 @@ def test_what_says_which_replica_is_best() -> None:
     assert len(shared) >= 3
     assert asked([(b"X-Session-Id", b"s")]).session == asked(prompt_cache_key="s").session == "s"
     assert asked(path="/v1/chat/interactive", session_id=7).session == "7"
-    assert one.session == ""
+    assert one.session == asked(path="/v1/chat/interactive", session_id=-1).session == ""
     sent = Sent()
     sent.note(one.prefixes, "r1")
     assert sent.find(other.prefixes, lambda place: True) == "r1"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from toolkit.vision.fetch import Fetching, fetch
 from toolkit.vl import load_image, load_video
 
 LOCAL = Fetching(private=True)
+PEM = Path(__file__).parents[1] / "serve" / "localhost.pem"
 
 
 class Pages(BaseHTTPRequestHandler):
@@ -48,6 +51,10 @@ class Pages(BaseHTTPRequestHandler):
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b"cat")
+        elif name == "host":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(self.headers["Host"].encode())
         else:
             self.send_error(404)
 
@@ -128,6 +135,24 @@ def test_private_addresses_are_asked_where_the_user_allows_it(site: str) -> None
         fetch(f"{site.replace('127.0.0.1', 'localhost')}/bytes-1", 100, rules)
     with pytest.raises(UsageError, match=r"^allowed_media_domains: expected a list of hosts, found 'a\.example'"):
         Fetching.of("a.example", False)
+
+
+def test_hosts_are_told_their_name_as_the_url_has_it(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the scheme's own port: a signed URL says what Host was signed."""
+    assert fetch(f"{site}/host", 100, LOCAL).decode() == site.removeprefix("http://")
+    server, context = ThreadingHTTPServer(("127.0.0.1", 0), Pages), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(PEM)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    connect = socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda _, *args: connect(server.server_address, *args))
+    monkeypatch.setenv("SSL_CERT_FILE", str(PEM))
+    try:
+        assert fetch("https://localhost/host", 100, LOCAL) == b"localhost"
+        assert fetch("https://localhost:8443/host", 100, LOCAL) == b"localhost:8443"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_a_redirect_into_the_own_network_is_not_followed(site: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,8 @@ WATCH_S = 1.0  # how often the server looks whether its parent is there
 class Server(APIClient):
     """A running server, and a client of it. ``close()`` ends it, as does leaving a ``with`` block or the program."""
 
+    direct = True  # it is on this machine: a proxy would not reach it, and would learn its key
+
     def __init__(
         self,
         url: str,

@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import cached_property
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
@@ -18,11 +19,14 @@ Piece = tuple[str, int, str | None]  # text, tokens so far (pieces until the ser
 
 class APIClient:
     """Talks to ``api_server_url`` (scheme, host and port, with or without /v1); another raises UsageError.
-    ``insecure``: over HTTPS, to whoever is there, whatever certificate it has.
+    ``insecure``: over HTTPS, to whoever is there, whatever certificate it has. It goes by the proxies that the
+    environment names (``http_proxy`` …), but where it is ``direct``.
 
     Each ``…_v1`` call is a generator: of one whole answer, or with ``stream=True`` of chunks as they come. An error of
     the server raises ToolkitError with its status and message.
     """
+
+    direct = False
 
     def __init__(
         self, api_server_url: str, api_key: str | None = None, timeout: float | None = 600, insecure: bool = False
@@ -100,7 +104,9 @@ class APIClient:
         return self._pieces("/v1/completions", {"prompt": prompt, **fields})
 
     def _pieces(self, path: str, fields: dict[str, Any]) -> Iterator[Piece]:
-        model = fields.pop("model", None) or self.available_models[0]
+        model = fields.pop("model", None) or next(iter(self.available_models), None)
+        if model is None:  # as of a proxy that has no nodes yet
+            raise ToolkitError(f"{self.url}: found no models there")
         body = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **fields}
         tokens, reason = 0, None
         for chunk in self._post(path, body):
@@ -136,11 +142,17 @@ class APIClient:
         if not ended:  # as when the server dies: urllib takes that for the end
             raise ToolkitError(f"{self.url}: the answer broke off (the connection was closed)")
 
+    @cached_property
+    def _opener(self) -> urllib.request.OpenerDirector:
+        ways = [urllib.request.ProxyHandler({})] if self.direct else []
+        return urllib.request.build_opener(urllib.request.HTTPSHandler(context=self.tls), *ways)
+
     def _open(self, path: str, body: dict[str, Any] | None) -> HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self.headers)
         try:
-            return urllib.request.urlopen(request, timeout=self.timeout, context=self.tls)
+            reply: HTTPResponse = self._opener.open(request, timeout=self.timeout)
+            return reply
         except urllib.error.HTTPError as error:
             raise ToolkitError(f"{self.url}{path}: {error.code}: {_message(error.read())}") from error
         except (HTTPException, OSError) as error:

@@ -100,7 +100,10 @@ def _ask(
     if parts.scheme == "https":
         import ssl
 
-        stream = ssl.create_default_context().wrap_socket(stream, server_hostname=host)
+        context = ssl.create_default_context()
+        # It knows that 443 is no part of the Host that is sent: with one, signed URLs (S3's) are refused.
+        connection = http.client.HTTPSConnection(host, port, context=context)
+        stream = context.wrap_socket(stream, server_hostname=host)
     with stream, _cut_off(stream, _left(until)):
         connection.sock = stream
         path = quote((parts.path or "/") + (f"?{parts.query}" if parts.query else ""), SPELLED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from toolkit.engine.constraints.grammar_format import check_held
 from toolkit.errors import UsageError
@@ -109,7 +109,10 @@ class FormatFields(Strict):
             return self
         if len(given) > 1 or self.response_format is not None:
             raise ValueError(f"{next(iter(given))}: expected one rule alone of response_format and {', '.join(rules)}")
-        kind, rule = next(iter(given.values()))
+        name, (kind, rule) = next(iter(given.items()))
         body = {"json_object": {}, "json_schema": {kind: {"schema": rule}}}.get(kind, {kind: rule})
-        self.response_format = ResponseFormat.model_validate({"type": kind, **body})
+        try:
+            self.response_format = ResponseFormat.model_validate({"type": kind, **body})
+        except ValidationError as error:  # it names no field
+            raise ValueError(f"{name}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
         return self

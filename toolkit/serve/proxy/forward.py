@@ -81,9 +81,10 @@ class Incoming:
 
     @property
     def session(self) -> Any:
-        """Whose history a node keeps: it has to go to the same one."""
+        """Whose history a node keeps: it has to go to the same one. LMDeploy's clients say -1 for none."""
         kept = self.path == INTERACTIVE and isinstance(self.data, dict)
-        return self.data.get("session_id") if kept else None
+        found = self.data.get("session_id") if kept else None
+        return None if found == -1 else found
 
     @property
     def via(self) -> list[bytes]:

@@ -122,10 +122,10 @@ def _check_address(url: str) -> None:
     """Raise ToolkitError where it is not the application that answers there: the addresses of a Serve that runs
     already stand since it was started."""
     reached = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
-    why = ""
+    why, direct = "", urllib.request.build_opener(urllib.request.ProxyHandler({}))  # by no proxy of the environment
     for _ in range(10):
         try:
-            with urllib.request.urlopen(f"{reached}/-/routes", timeout=5) as reply:
+            with direct.open(f"{reached}/-/routes", timeout=5) as reply:
                 if NAME in json.load(reply).values():
                     return
                 why = "another program answers there"
