@@ -129,4 +129,7 @@ def answered(pipe: Pipeline, prompts: list[str], max_tokens: int) -> list[tuple[
     for reply in replies:
         if reply.finish_reason == "error":
             raise ToolkitError(f"the model fails: {reply.error_message}")
+        if reply.finish_reason == "length" and not reply.generate_token_len:  # no wrong answer, but none
+            found, most = reply.input_token_len, pipe.engine.plan.session_len
+            raise ToolkitError(f"a question has {found} tokens, a session {most}; use a larger --session-len")
     return [(reply.text, reply.input_token_len) for reply in replies]
