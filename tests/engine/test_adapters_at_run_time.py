@@ -166,6 +166,17 @@ def test_a_bad_one_changes_nothing(engine: AsyncEngine, adapters: dict[str, Path
     assert engine.adapters.names == () and answer(engine, 0, None) == before
 
 
+def test_a_folder_whose_name_is_no_text_holds_up_no_other(
+    tiny_models: Any, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    config = TurbomindEngineConfig(session_len=128, dtype="float32", cache_max_entry_count=64)
+    with AsyncEngine.open(tiny_models("llama"), backend_config=config, process=True) as engine:
+        with pytest.raises(UsageError, match="cannot be told to the engine"):
+            engine.adapters.load("bad", tmp_path / os.fsdecode(b"\xff"))
+        engine.adapters.load("a", adapters["a"])
+        assert answer(engine, 0, "a")
+
+
 def test_files_that_change_below_it_change_no_answer(
     engine: AsyncEngine, adapters: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -96,6 +96,13 @@ def test_what_is_too_large_is_refused_before_it_is_compiled(corpus: Any) -> None
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("schema", [{"$ref": "#/$defs/\ud800"}, {"enum": ["\ud800"]}])
+def test_half_a_character_is_refused(schema: Any) -> None:
+    """An error that names it could be sent by no engine in another process, which ended of it."""
+    with pytest.raises(UsageError, match="half a character"):
+        check_format({"type": "json_schema", "json_schema": {"schema": schema}})
+
+
 def test_what_leads_nowhere_is_refused_or_ends_alone(grammars: Grammars) -> None:
     """What refers to itself without an end, behind a text that can be written: no token can be drawn there."""
     dead: dict[str, Any] = {"$ref": "#/$defs/b"}

@@ -31,6 +31,7 @@ from toolkit.parallel.model import Model
 from toolkit.parallel.runner import RankedRunner, shared_out
 from toolkit.runners.base import RunnerError, RunnerLost, RunnerOptions
 from toolkit.runners.choose import open_runner
+from toolkit.runners.step import Views
 
 # fp32 logits of some units: sums of two or four parts instead of one, in every layer
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -239,6 +240,21 @@ def test_a_step_of_copies_still_says_which_blocks_were_copied(tiny_models: Any, 
         batch = driver.batch({source: [9], twin: [8]}, "all", copy_blocks=(pairs,))
         found.append(driver.runner.submit(batch).result().logits)
         assert len(batch.copy_blocks) == 1 and batch.copy_blocks[0] is pairs
+    np.testing.assert_allclose(found[1], found[0], **CLOSE)
+
+
+def test_a_picture_is_there_for_all_copies(tiny_models: Any, pair: Any) -> None:
+    """Also for one that had no sequence in the step which it came with."""
+    found = []
+    nothing = np.zeros(0, np.int32)
+    for driver in pair(tiny_models("mllama"), Layout(dp=2)):
+        first, second = driver.add(), driver.add()
+        rows = np.random.default_rng(5).standard_normal((6, driver.runner.spec.hidden_size), np.float32)
+        ptr, at = np.array([0, 1, 2], np.int32), np.array([[0, 5]], np.int32)
+        views = Views(rows, np.array([[0, 6]], np.int32), nothing, at, ptr[:2], ptr[:1])
+        driver.step({first: PROMPT[:5]}, views=views)
+        views = Views(rows[:0], views.new[:0], nothing, np.array([[0, 1], [1, 6]], np.int32), ptr, ptr[:1].repeat(2))
+        found.append(driver.step({first: [9], second: PROMPT[5:10]}, "all", views=views).logits)
     np.testing.assert_allclose(found[1], found[0], **CLOSE)
 
 

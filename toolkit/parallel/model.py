@@ -24,7 +24,7 @@ from toolkit.parallel.part import PartWeights, Weights, cut_adapter, part_of, un
 from toolkit.parallel.wire import digest
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import canonical, check_dtype, open_model, read_adapters
-from toolkit.runners.step import StepBatch, StepOutput
+from toolkit.runners.step import StepBatch, StepOutput, Views
 from toolkit.runners.tensor.runner import TensorRunner
 from toolkit.runners.weights.new import open_new_weights
 
@@ -138,6 +138,11 @@ class RankRunner(TensorRunner):
         """Blocks ``pairs`` [C, 2], from the first to the second."""
         with torch.inference_mode(), self._on.working():
             self._ready().copy_blocks(group, pairs)
+
+    def keep_pictures(self, views: Views) -> None:
+        """Keys and values of those that are new in ``views``, for steps to come; none of those that are gone."""
+        with torch.inference_mode(), self._on.working():
+            self._ready().keep_pictures(views)
 
     def run(self, batch: StepBatch | None, parts: int) -> StepOutput | None:
         """A step, in as many parts as there are stages: while one is at work on a part, those before it are on the

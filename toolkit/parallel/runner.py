@@ -269,7 +269,9 @@ class RankedRunner:
         try:
             self._local.check(batch)
             shares = self._placed(batch)
-            left = batch if self._homes is None else replace(batch, copy_blocks=())  # all copies have made those
+            left = batch  # of copies, all of which have made those of blocks, and have the pictures
+            if self._homes is not None:
+                left = replace(batch, copy_blocks=(), views=None if batch.views is None else batch.views.looks())
             batches = [select(left, share) if share else None for share in shares]
             whose = [batches[self._group.layout.copy(rank)] for rank in range(len(self._block_bytes))]
             parts = max(len(in_a_row(one, self._group.layout.pp)) for one in batches if one is not None)
@@ -321,6 +323,8 @@ class RankedRunner:
             if len(pairs):
                 self._all("copy_blocks", group, pairs)
                 homes.copied(group, pairs)
+        if batch.views is not None and len(batch.views.new) + len(batch.views.gone):
+            self._all("keep_pictures", batch.views)  # also where nobody looks at them yet
         shares, moves = homes.place(batch)
         for group, block in moves:
             self.import_block(group, block, self.export_block(group, block))

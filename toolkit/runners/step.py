@@ -8,7 +8,7 @@ dtype stated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,6 +119,10 @@ class Views:
     tokens: I32
     ptr: I32
     seen: I32
+
+    def looks(self) -> Views:
+        """Who looks at what alone, where the pictures are there already."""
+        return replace(self, rows=self.rows[:0], new=self.new[:0], gone=self.gone[:0])
 
 
 @dataclass

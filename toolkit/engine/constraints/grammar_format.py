@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from toolkit.engine.constraints.grammar_schema import fitted
@@ -50,6 +51,10 @@ def check_format(response_format: Any) -> None:
     _check_size(kind, value)
     if kind == "regex_schema":
         _check_regex(kind, str(value))
+    try:  # an error of which it would be a part could not be told
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"response_format: field {kind!r}: found half a character (a surrogate)") from error
 
 
 def fitted_format(response_format: dict[str, Any]) -> dict[str, Any]:

@@ -146,11 +146,15 @@ class ProcessLoop:
         with self._lock:
             if self.outage is not None:
                 raise ToolkitError(str(self.outage))
+            try:  # before anything waits for the answer: answers come in order
+                data = records.pack({"op": "call", "name": name, "arguments": list(arguments)})
+            except TypeError as e:  # a path that is no UTF-8
+                raise UsageError(f"{name}: {list(arguments)!a:.200} cannot be told to the engine: {e}") from e
             for request in self._suspects.release(arguments[0]) if name == "unload_adapter" else ():
                 self._start(request)
             future: Future[Any] = Future()
             self._calls.append((future, partial(set_up_after, name, list(arguments))))
-            self._outbox.put(records.pack({"op": "call", "name": name, "arguments": list(arguments)}))
+            self._outbox.put(data)
             return future
 
     def stats(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
-from toolkit.runners.step import StepBatch
+from toolkit.runners.step import StepBatch, Views
 from toolkit.runners.tensor.cache import KVCache
 from toolkit.runners.tensor.decoder import Added, Decoder, Moe
 from toolkit.runners.tensor.devices.device import Device, GraphDevice
@@ -321,14 +321,12 @@ class Steps:
             kind: self._plan(*kind, batch.block_tables[kind[0]], batch.cu_seqlens, batch.seq_lens, t[f"table{kind[0]}"])
             for kind in self._tile_rows
         }
-        self._remember(batch)
+        if batch.views is not None:
+            self.keep_pictures(batch.views)
         return self._layers(x, t, plans, batch, routes, taps)
 
-    def _remember(self, batch: StepBatch) -> None:
+    def keep_pictures(self, views: Views) -> None:
         """Keys and values of the pictures that are new, none of those that are not wanted any more."""
-        views = batch.views
-        if views is None:
-            return
         for number in views.gone.tolist():
             self._pictures.pop(number, None)
         if not len(views.new):
