@@ -278,6 +278,22 @@ def test_only_tools_return_objects(server: Any) -> None:
     assert error["param"] == "messages.0" and "content" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/v1/messages", "container", "x"),
+        ("/v1/messages", "mcp_servers", [{"name": "x"}]),
+        ("/v1/responses", "conversation", "x"),
+        ("/v1/responses", "prompt", {"id": "x"}),
+    ],
+)
+def test_a_field_that_is_not_here_is_said_to_be_none(server: Any, path: str, field: str, value: Any) -> None:
+    body = {**CHAT, "max_tokens": 8} if path == "/v1/messages" else {"model": "echo", "input": "hi"}
+    status, data = send(server, path, {**body, field: value})
+    assert status == 400
+    assert data["error"]["message"].startswith(f"{field}: not supported here; leave it out, found ")
+
+
 def test_context_too_long_says_so(server: Any) -> None:
     error = refused(server, "/v1/chat/completions", {**CHAT, "messages": "x" * 600})
     assert error["code"] == "context_length_exceeded" and error["param"] == "messages" and "511" in error["message"]

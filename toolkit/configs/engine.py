@@ -138,7 +138,7 @@ class CommonEngineConfig:
         None, "Most requests in one step. Default: by device and memory.", allowed=Bounds(1, 1 << 20, "int32")
     )
     cache_max_entry_count: float | int = option(
-        0.8, "Share of free memory for the KV cache (up to 1), or its blocks (from 2)."
+        0.8, "Share of free memory for the KV cache (up to 1; on a CPU 0.8 means 0.25), or its blocks (from 2)."
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV cache of equal prefixes. Default, but in profile.")
     quant_policy: int | str = option(

@@ -105,7 +105,7 @@ OPTIONS: dict[str, Theirs] = {
     "devices": _works("a GPU for each rank on this machine; pytorch takes them too"),
     "session_len": _works(),
     "max_batch_size": _works(),
-    "cache_max_entry_count": _works("1, an integer, is one block"),
+    "cache_max_entry_count": _works("on a CPU 0.8, the default, means 0.25; 1, an integer, is one block"),
     "cache_block_seq_len": _works(),
     "block_size": _works("on the command line --cache-block-seq-len"),
     "enable_prefix_caching": _works("on unless turned off"),

@@ -169,7 +169,9 @@ def from_validation(error: ValidationError, model: type[BaseModel] | None = None
         return bad_field(param, f"unknown field; this server does not know it{near}", "unknown_field")
     if kind == "missing":
         return bad_field(param, "required, but missing", "missing_field")
-    if kind != "value_error":
+    if kind == "none_required" or (kind == "too_long" and first["ctx"]["max_length"] == 0):
+        message = f"not supported here; leave it out, found {shown(first['input'], 60)}"
+    elif kind != "value_error":
         message = f"{message}, found {shown(first['input'], 60)}"
     elif param is None:  # a check over several fields names its field itself
         param, _, message = message.partition(": ")
