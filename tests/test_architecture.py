@@ -103,7 +103,7 @@ INSIDE = {
     },
 }
 # Of another room only these: the contract and what the registry says, no family by its name.
-SEEN = ("spec", "assistant", "gguf", "mmproj", "mtp", "family", "pictures", "registry", "videos", "vision")
+SEEN = ("spec", "assistant", "dflash", "gguf", "mmproj", "mtp", "family", "pictures", "registry", "videos", "vision")
 ONLY = {("artifacts", "models"): {f"toolkit.models.{name}" for name in SEEN}}
 
 

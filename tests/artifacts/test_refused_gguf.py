@@ -132,8 +132,7 @@ DISAGREE = "config.json and weights disagree"
         (key("llama.rope.scaling.type", "spiral"), "llama.rope.scaling.type: expected linear or yarn, found 'spiral'"),
         (
             key("split.count", 3),
-            "is one of 3 files of a model, which are not read here; join them with llama.cpp's llama-gguf-split "
-            "--merge FIRST-FILE OUT.gguf",
+            "is file 1 of the 3 of a model; expected …-00001-of-00003.gguf for a name",
         ),
         (key("llama.block_count", 10**6), "llama.block_count: expected at most 1000, found 1000000"),
         (

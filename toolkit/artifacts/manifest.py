@@ -280,7 +280,9 @@ def content_files(path: Path) -> list[Path]:
     """A GGUF file with its scales and what it may see with beside it, or the files of a model directory that count as
     its content, by name."""
     if path.is_file():
-        beside = [*path.parent.glob(EYES), scales_file(path)]
+        from toolkit.artifacts.gguf.parts import part_names
+
+        beside = [*(path.with_name(name) for name in part_names(path)), *path.parent.glob(EYES), scales_file(path)]
         return [path, *(file for file in sorted(beside) if file != path and file.is_file())]
     found = {file for pattern in _CONTENT for file in path.glob(pattern) if file.is_file()} - {path / MANIFEST}
     return sorted(found.union(pickled_weights(path)))

@@ -51,7 +51,7 @@ class _GgufHeaders(GgufFile):
         if change.keys is not None:  # made of two tensors
             return Dense(without_memory(info))
         rows, row = info.shape[0], (info.end - info.start) // info.shape[0]
-        one = from_blocks(info.dtype, self.container.data[info.start : info.start + row], (1, *info.shape[1:]))
+        one = from_blocks(info.dtype, self.container.at(info.start, info.start + row), (1, *info.shape[1:]))
         return taller(one if change.columns is None else take_columns(one, torch.from_numpy(change.columns)), rows)
 
 

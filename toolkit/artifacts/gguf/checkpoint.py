@@ -17,12 +17,12 @@ from toolkit.artifacts.gguf.container import GgufContainer, read_container
 from toolkit.artifacts.gguf.eyes import Eyes, open_eyes
 from toolkit.artifacts.gguf.hf_config import hf_config
 from toolkit.artifacts.gguf.keys import check_kinds
+from toolkit.artifacts.gguf.parts import join_parts
 from toolkit.artifacts.gguf.tokenizer import end_ids, write_tokenizer
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.base.whole_file import sync
-from toolkit.errors import ToolkitError
 from toolkit.models.gguf import Gguf
 from toolkit.models.mtp import COPIES, FURTHER, NEXTN, deeper, nextn_of
 from toolkit.models.registry import build
@@ -68,7 +68,7 @@ class GgufFile:
         if change.keys is not None:
             return self._of_both(source, change.keys, self.infos[name])
         rows, info = change.rows, self.infos[name]
-        weight = from_blocks(info.dtype, self.container.data[info.start : info.end], info.shape)
+        weight = from_blocks(info.dtype, self.container.at(info.start, info.end), info.shape)
         if change.columns is not None:
             weight = take_columns(weight, torch.from_numpy(change.columns))
         return weight if rows is None else weight.take_rows(torch.from_numpy(rows))
@@ -84,7 +84,7 @@ class GgufFile:
         for name in (keys, values):
             own = self.container.tensors[name]
             flat = (own.shape[0] * own.shape[1], own.shape[2])
-            dense = from_blocks(own.dtype, self.container.data[own.start : own.end], flat).dequantize()
+            dense = from_blocks(own.dtype, self.container.raw(name), flat).dequantize()
             found.append(dense.view(own.shape))
         whole = torch.cat([found[0].transpose(1, 2), found[1]], dim=1).reshape(info.shape)
         return Dense(whole.to(FLOATS[info.dtype]))
@@ -144,15 +144,9 @@ def _data_start(container: GgufContainer) -> int:
 def open_gguf(path: Path) -> GgufFile:
     """Open and check a GGUF file from its tables alone, and what stands beside it that the model sees with. Raises
     ToolkitError, one line that names file and cause."""
-    container = read_container(path)
+    container = join_parts(read_container(path))
     metadata = container.metadata
     check_kinds(path, metadata)
-    count = metadata.get("split.count", 0)
-    if isinstance(count, int) and count > 1:
-        raise ToolkitError(
-            f"{path}: is one of {count} files of a model, which are not read here; join them with llama.cpp's "
-            "llama-gguf-split --merge FIRST-FILE OUT.gguf"
-        )
     tokens, padding = metadata.get("tokenizer.ggml.tokens") or (), metadata.get(_PADDING)
     if padding is not None and not 0 <= padding < len(tokens):
         del metadata[_PADDING]  # as llama.cpp does, and nothing is padded

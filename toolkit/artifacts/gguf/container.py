@@ -52,18 +52,25 @@ _MAX_ALIGNMENT = 1 << 20
 @dataclass(frozen=True)
 class GgufContainer:
     """``metadata``: key → str, bool, int, float, list of str, or numpy array. ``tensors``: shapes as in numpy, the
-    contiguous dimension last, dtype the GGML type's name. ``data``: the whole file, mapped.
+    contiguous dimension last, dtype the GGML type's name. ``data``: the whole file, mapped; ``more``: files behind it,
+    each with the place where it begins, were all one.
     """
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
     data: NDArray[np.uint8]
+    more: tuple[tuple[int, NDArray[np.uint8]], ...] = ()
+
+    def at(self, start: int, end: int) -> NDArray[np.uint8]:
+        """Bytes of one tensor, a view of its file."""
+        base, data = next(((base, data) for base, data in reversed(self.more) if base <= start), (0, self.data))
+        return data[start - base : end - base]
 
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor, a view of the file."""
         info = self.tensors[name]
-        return self.data[info.start : info.end]
+        return self.at(info.start, info.end)
 
 
 def read_container(path: Path) -> GgufContainer:

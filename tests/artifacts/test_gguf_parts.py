@@ -1,0 +1,75 @@
+"""Models in several GGUF files, split by gguf-py as llama.cpp's tools do."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.manifest import content_digest
+from toolkit.convert.convert import convert
+from toolkit.convert.formats import rewrite
+from toolkit.errors import ToolkitError
+
+
+@pytest.fixture(scope="module", params=[False, True])
+def split(request: Any, tiny_models: Any, tmp_path_factory: Any) -> tuple[Path, list[Path]]:
+    """A file, and the same in parts; the first with tensors, or without."""
+    import gguf
+
+    folder = tmp_path_factory.mktemp("parts")
+    rewrite(str(tiny_models("mixtral")), whole := folder / "whole.gguf", to="gguf", gguf_type="q4_k_m", quiet=True)
+    reader = gguf.GGUFReader(whole)
+    arch = str(reader.fields["general.architecture"].contents())
+    made = gguf.GGUFWriter(folder / "m.gguf", arch, split_max_tensors=9, small_first_shard=request.param)
+    for name, entry in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            inner = entry.types[-1] if len(entry.types) > 1 else None
+            made.add_key_value(name, entry.contents(), entry.types[0], sub_type=inner)
+    for tensor in reader.tensors:
+        made.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    made.write_header_to_file()
+    made.write_kv_data_to_file()
+    made.write_tensors_to_file()
+    made.close()
+    parts = sorted(folder.glob("m-*-of-*.gguf"))
+    assert len(parts) > 2
+    return whole, parts
+
+
+def test_parts_are_the_model_that_they_were(split: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    whole, parts = split
+    one, several = open_checkpoint(whole), open_checkpoint(parts[0])
+    assert one.config == several.config and one.names() == several.names()
+    for name in one.names():
+        assert one.tensor(name).equal(several.tensor(name)), name
+    packed = [convert(str(path), tmp_path / path.stem, quiet=True).path for path in (whole, parts[0])]
+    assert len({(path / "engine.safetensors").read_bytes() for path in packed}) == 1
+
+
+def test_each_part_counts_as_content(split: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    for part in split[1]:
+        shutil.copy(part, tmp_path)
+    first = tmp_path / split[1][0].name
+    before = content_digest(first)
+    last = tmp_path / split[1][-1].name
+    last.write_bytes(last.read_bytes()[:-1] + b"\x01")
+    assert content_digest(first) != before
+
+
+def test_what_lacks_or_is_none_of_them_is_told(split: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    parts = [Path(shutil.copy(part, tmp_path)) for part in split[1]]
+    with pytest.raises(ToolkitError, match=rf"is file 2 of the {len(parts)} of a model; open {parts[0].name}"):
+        open_checkpoint(parts[1])
+    shutil.copy(parts[1], parts[2])
+    with pytest.raises(ToolkitError, match=rf"{parts[2]}: expected file 3 of {len(parts)}, found one with split.no 1"):
+        open_checkpoint(parts[0])
+    parts[2].unlink()
+    with pytest.raises(ToolkitError, match=rf"{parts[2]}: cannot be read: No such file"):
+        open_checkpoint(parts[0])
+    parts[0].rename(other := tmp_path / "x.gguf")
+    with pytest.raises(ToolkitError, match=r"x.gguf: is file 1 .* expected …-00001-of-"):
+        open_checkpoint(other)
