@@ -25,6 +25,16 @@ BLOCK_TYPES = (
     "IQ4_NL",
     "IQ4_XS",
     "MXFP4",
+    # read alone (gguf/lattices.py)
+    "IQ1_S",
+    "IQ1_M",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ3_XXS",
+    "IQ3_S",
+    "TQ1_0",
+    "TQ2_0",
 )
 
 

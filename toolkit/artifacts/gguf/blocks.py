@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.artifacts.canonical import Codebook, Dense, Fp4, GroupInt, SuperScales, Weight
+from toolkit.artifacts.gguf.lattices import LATTICES
 
 Bytes = NDArray[Any]  # of uint8
 
@@ -49,7 +50,7 @@ def from_blocks(kind: str, raw: Bytes, shape: tuple[int, ...]) -> Weight:
     """A tensor's bytes as a canonical weight; ``shape``: [rows, columns] (or any, for float types)."""
     if kind in FLOATS:
         return Dense(torch.from_numpy(raw.copy()).view(FLOATS[kind]).view(shape))
-    block = BLOCKS[kind]
+    block = BLOCKS[kind] if kind in BLOCKS else LATTICES[kind]
     return block.read(raw.reshape(shape[0], shape[1] // block.columns, block.size))
 
 
