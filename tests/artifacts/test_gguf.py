@@ -443,11 +443,6 @@ def test_truncated(good: Path, size: int) -> None:
     refused(good)
 
 
-def test_types_that_cannot_be_read_are_named(tiny_models: Any, tmp_path: Path, files: Any) -> None:
-    model = tiny_models("llama", **PLAIN, hidden_size=256, intermediate_size=256)
-    refused(files.write_gguf(model, tmp_path / "m.gguf", "TQ1_0"), "TQ1_0", "Q4_0")
-
-
 def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
     import gguf
 

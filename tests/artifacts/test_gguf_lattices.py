@@ -77,9 +77,7 @@ def test_a_model_of_them_runs_as_its_numbers_do(kind: str, tiny_models: Any, tmp
     config, found = GenerationConfig(max_new_tokens=1, ignore_eos=True, logprobs=1), {}
     for name, path in paths.items():
         for backend in (TurbomindEngineConfig, PytorchEngineConfig):
-            with pipeline(
-                str(path), backend_config=backend(dtype="float32", session_len=64), log_level="ERROR"
-            ) as pipe:
+            with pipeline(str(path), backend_config=backend(dtype="float32", session_len=64)) as pipe:
                 reply = pipe("Once upon", gen_config=config)
                 chances = [max(one.values()) for one in reply.logprobs]
                 found[name, backend.__name__] = np.array(chances)

@@ -90,18 +90,18 @@ def test_tokens_that_the_model_rules_out_never_come(model: Path, tmp_path: Path)
     for file in model.iterdir():
         (target / file.name).symlink_to(file)
     file, config = target / "generation_config.json", GenerationConfig(max_new_tokens=16, ignore_eos=True)
-    with pipeline(str(target), log_level="ERROR") as pipe:
+    with pipeline(str(target)) as pipe:
         first = pipe("Once", gen_config=config).token_ids
     never = sorted(set(first))[:8]
     settings = json.loads(file.read_text()) if file.exists() else {}
     file.unlink(missing_ok=True)
     file.write_text(json.dumps(settings | {"suppress_tokens": never}))
-    with pipeline(str(target), log_level="ERROR") as pipe:
+    with pipeline(str(target)) as pipe:
         for some in (config, replace(config, do_sample=True, temperature=2.0, bad_token_ids=[300])):
             assert not set(pipe("Once", gen_config=some).token_ids) & {*never, *(some.bad_token_ids or ())}
     file.write_text(json.dumps(settings | {"suppress_tokens": [-1]}))
     with pytest.raises(ToolkitError, match=r"suppress_tokens: expected a list of token ids below vocab_size"):
-        pipeline(str(target), log_level="ERROR")
+        pipeline(str(target))
 
 
 @pytest.mark.parametrize("heard", [True, False])

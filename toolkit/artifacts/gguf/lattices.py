@@ -82,7 +82,7 @@ def _high_bits(raw: Bytes, bits: int) -> NDArray[np.uint16]:
     """Fields of so many bits of bytes [..., n], lowest first, as bits 8 and up: [..., 8 n / bits]."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     found = (raw[..., None] >> shifts) & np.uint8((1 << bits) - 1)
-    return found.reshape(*raw.shape[:-1], -1).astype(np.uint16) << 8
+    return found.reshape(*raw.shape[:-1], -1).astype(np.uint16) << np.uint16(8)
 
 
 def _read_iq2_xxs(raw: Bytes) -> Weight:
@@ -127,7 +127,7 @@ def _read_iq1_s(raw: Bytes) -> Weight:
     more = _words(raw[..., 34:], "<u2")
     high = (more[..., None] >> np.arange(0, 12, 3, dtype=np.uint16)) & 7
     codes = raw[..., 2:34].reshape(*raw.shape[:2], 8, 4) | high << 8
-    scales = _f16(raw[..., :2]) * (2 * ((more >> 12) & 7) + 1).astype(np.float32) / 8
+    scales = _f16(raw[..., :2]) * (2 * ((more >> 12) & 7) + 1).astype(np.float32) / np.float32(8)
     return _weight(_shifted(_table("IQ1_S")[codes], (more & 0x8000 != 0)[..., None]), scales, 32)
 
 
@@ -135,7 +135,8 @@ def _read_iq1_m(raw: Bytes) -> Weight:
     words, more = _words(raw[..., 48:], "<u2"), _halves(raw[..., 32:48])
     whole = np.bitwise_or.reduce((words & 0xF000) >> np.array([12, 8, 4, 0], np.uint16), -1, keepdims=True)
     small = (words[..., None] >> np.arange(0, 12, 3, dtype=np.uint16)) & 7
-    scales = whole.view(np.float16).astype(np.float32) * (2 * small.reshape(*raw.shape[:2], 16) + 1) / 8
+    factors = (2 * small.reshape(*raw.shape[:2], 16) + 1).astype(np.float32) / np.float32(8)
+    scales = whole.view(np.float16).astype(np.float32) * factors
     codes = raw[..., :32] | (more & 7).astype(np.uint16) << 8
     return _weight(_shifted(_table("IQ1_S")[codes], more & 8 != 0), scales, 16)
 
