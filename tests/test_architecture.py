@@ -73,8 +73,9 @@ INSIDE = {
     },
     "runners": {
         "weights": {"", "native"},
-        "tensor": {"", "weights"},
-        "native": {"", "weights", "tensor"},
+        "drafts": {""},
+        "tensor": {"", "drafts", "weights"},
+        "native": {"", "drafts", "weights", "tensor"},
         "": {"weights", "tensor", "native"},
     },
     "serve": {
@@ -103,7 +104,8 @@ INSIDE = {
     },
 }
 # Of another room only these: the contract and what the registry says, no family by its name.
-SEEN = ("spec", "assistant", "dflash", "gguf", "mmproj", "mtp", "family", "pictures", "registry", "videos", "vision")
+SEEN = ("spec", "gguf", "family", "registry", *(f"drafts.{name}" for name in ("assistant", "dflash", "mtp")))
+SEEN += tuple(f"eyes.{name}" for name in ("mmproj", "pictures", "videos", "vision"))
 ONLY = {("artifacts", "models"): {f"toolkit.models.{name}" for name in SEEN}}
 
 

@@ -35,8 +35,8 @@ from toolkit.measure.next_logits import texts_batch
 from toolkit.quant.draft.layer import Passes
 from toolkit.runners.base import Runner, RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
-from toolkit.runners.head import Rows
-from toolkit.runners.native.draft_head import NativeHead
+from toolkit.runners.drafts.head import Rows
+from toolkit.runners.native.draft.eagle3 import NativeHead
 from toolkit.runners.step import NONE, SamplingBatch, StepOutput
 
 LEAST = 2  # tokens that an occurrence shares with the text's end, as the engine's lookup wants

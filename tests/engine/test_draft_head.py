@@ -33,11 +33,11 @@ from toolkit.parallel.model import Model
 from toolkit.quant.layers.source import LayerSource
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
-from toolkit.runners.head import Rows
+from toolkit.runners.drafts.head import Rows
 from toolkit.runners.native import library
-from toolkit.runners.native.draft_head import BITS, NativeHead, packed_bytes
+from toolkit.runners.native.draft.eagle3 import BITS, NativeHead, packed_bytes
 from toolkit.runners.native.packing.head import quantize_head
-from toolkit.runners.tensor.eagle3 import TorchHead
+from toolkit.runners.tensor.drafts.eagle3 import TorchHead
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library is not here")
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 40, 150)]

@@ -28,7 +28,7 @@ from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Sequence
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.mtp import COPIES
+from toolkit.models.drafts.mtp import COPIES
 from toolkit.parallel.choose import open_ranks
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from toolkit.engine.process import records
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.pictures import Picture
 
 IDS = st.integers(0, 2**31 - 1)
 LOGPROBS = st.dictionaries(IDS, st.floats(-100, 0), min_size=1, max_size=4)

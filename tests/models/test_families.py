@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
 
+from toolkit.models.eyes.vision import PREFIX
 from toolkit.models.registry import build, load_spec
 from toolkit.models.spec import MoeSpec
-from toolkit.models.vision import PREFIX
 
 
 def _config(path):

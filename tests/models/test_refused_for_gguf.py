@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.artifacts.gguf.metadata import unsupported
 from toolkit.errors import ToolkitError
-from toolkit.models.mmproj import Mmproj
+from toolkit.models.eyes.mmproj import Mmproj
 from toolkit.models.registry import build, build_recipe, get
 from toolkit.models.tiny import tiny_config
 

@@ -16,9 +16,9 @@ from PIL import Image
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.errors import UsageError
-from toolkit.models.patches import resized
-from toolkit.models.pictures import Picture
-from toolkit.models.vision import PREFIX
+from toolkit.models.eyes.patches import resized
+from toolkit.models.eyes.pictures import Picture
+from toolkit.models.eyes.vision import PREFIX
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model
 from toolkit.runners.native import library

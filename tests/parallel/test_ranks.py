@@ -22,7 +22,7 @@ from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.pictures import Picture
 from toolkit.models.registry import get, names
 from toolkit.parallel import balance, wire
 from toolkit.parallel import ranks as timing

@@ -23,7 +23,7 @@ from toolkit.runners.native import key_means
 from toolkit.runners.native.packing.artifact import open_packed
 from toolkit.runners.native.packing.mtp import check_numbers
 from toolkit.runners.native.rank_files import open_rank
-from toolkit.runners.tensor.mtp import open_canonical_mtp
+from toolkit.runners.tensor.drafts.mtp import open_canonical_mtp
 
 refused = refusing(UsageError)
 

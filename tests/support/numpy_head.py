@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from toolkit.artifacts.drafts.draft_head import HeadSpec
 from toolkit.artifacts.weight_files.safetensors_file import widened
 from toolkit.models.rope import inv_freq
-from toolkit.runners.head import F32, I64, Drawn, Rows
+from toolkit.runners.drafts.head import F32, I64, Drawn, Rows
 
 QUERIES = 256  # of a text, whose scores are held at once
 

@@ -28,11 +28,11 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from toolkit.models.eyes.vision import PREFIX
 from toolkit.models.family import Family, Tiny
 from toolkit.models.lacking import TRIED
 from toolkit.models.registry import LANGUAGE_PARTS, build, get
 from toolkit.models.tiny import SIZES
-from toolkit.models.vision import PREFIX
 
 _TEXT = (
     "The quick brown fox jumps over the lazy dog. It was the best of times, it was the worst of times. "

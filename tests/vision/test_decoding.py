@@ -18,7 +18,7 @@ from PIL import Image
 from toolkit import PytorchEngineConfig, pipeline
 from toolkit.box.box import Ticket
 from toolkit.errors import BusyError, UsageError
-from toolkit.models.pictures import Recipe
+from toolkit.models.eyes.pictures import Recipe
 from toolkit.serve.app import create_app
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.http.sharing import lanes
@@ -375,7 +375,7 @@ def test_memory_goes_back_by_what_pictures_took(client: Any, monkeypatch: pytest
 
 
 def test_a_recipe_of_videos_crosses_too(boxed: Decoder) -> None:
-    from toolkit.models.videos import Video
+    from toolkit.models.eyes.videos import Video
 
     recipe = replace(TILES, video=Video(changes={"kind": "square"}))
     assert boxed.picture(FILES["png"], recipe, Rules(), True, "image").tokens

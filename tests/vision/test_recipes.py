@@ -14,12 +14,12 @@ from toolkit.artifacts.recipe import open_recipe
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import fit_recipe
+from toolkit.models.eyes.pictures import most_patches
+from toolkit.models.eyes.towers import pixtral_tower
 from toolkit.models.family import Family, Tiny
-from toolkit.models.pictures import most_patches
 from toolkit.models.registry import LANGUAGE_PARTS, build, families, get
 from toolkit.models.tiny import SIZES as SIZES_OF_TEXT
 from toolkit.models.tiny import tiny_config
-from toolkit.models.towers import pixtral_tower
 from toolkit.vision.eyes import Eyes
 from toolkit.vision.recipes import prepare
 

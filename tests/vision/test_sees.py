@@ -27,10 +27,10 @@ from toolkit.engine.options import EngineOptions
 from toolkit.engine.pictures.spans import axes_of, find_spans, runs_of
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.mmproj import Mmproj
-from toolkit.models.pictures import Picture, Recipe
+from toolkit.models.eyes.mmproj import Mmproj
+from toolkit.models.eyes.pictures import Picture, Recipe
+from toolkit.models.eyes.vision import PREFIX
 from toolkit.models.registry import families, get, load_spec
-from toolkit.models.vision import PREFIX
 from toolkit.quant.lite import Common, auto_awq
 from toolkit.quant.options import Awq
 from toolkit.runners.base import RunnerOptions

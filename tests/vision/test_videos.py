@@ -34,8 +34,8 @@ from toolkit.engine.pictures.spans import axes_of, find_spans
 from toolkit.engine.process.records import pack_add, read_request, unpack
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.errors import UsageError
-from toolkit.models.pictures import Picture
-from toolkit.models.videos import Frame, Video
+from toolkit.models.eyes.pictures import Picture
+from toolkit.models.eyes.videos import Frame, Video
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native.library import available

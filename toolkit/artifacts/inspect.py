@@ -14,8 +14,8 @@ from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import Manifest, check_files, hub_origin, read_manifest
 from toolkit.artifacts.weight_files.find import PICKLED
 from toolkit.base.figures import rise, written
+from toolkit.models.eyes.vision import VisionSpec
 from toolkit.models.registry import language_fields
-from toolkit.models.vision import VisionSpec
 
 _LONGEST_LINEAGE = 64
 GGUF = "model.gguf"  # of a directory that lite or convert has written so

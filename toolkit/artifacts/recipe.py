@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.json_file import read_json_object
-from toolkit.models.pictures import Recipe
+from toolkit.models.eyes.pictures import Recipe
 from toolkit.models.registry import build_recipe, build_video
 
 

@@ -14,14 +14,14 @@ from toolkit.artifacts.formats import STACK_FORMATS, WeightFormat, format_of
 from toolkit.artifacts.formats.gguf_types import BLOCK_TYPES
 from toolkit.artifacts.formats.layout import FLOATS, Expected, dense
 from toolkit.errors import ToolkitError
-from toolkit.models.mtp import FURTHER
+from toolkit.models.drafts.mtp import FURTHER
 from toolkit.models.registry import find_family, is_causal, part_alone
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.artifacts.canonical import Weight
-    from toolkit.models.mtp import Mtp
+    from toolkit.models.drafts.mtp import Mtp
     from toolkit.models.spec import Part, StoredTensor
 
 _COUNTED = re.compile(r"\.[0-9]{1,9}(?=\.)")

@@ -33,7 +33,7 @@ from toolkit.convert.options import Packing
 from toolkit.convert.targets import Bits, Target, choose_target
 from toolkit.convert.weights import cast
 from toolkit.errors import UsageError
-from toolkit.models.mtp import Mtp
+from toolkit.models.drafts.mtp import Mtp
 from toolkit.models.registry import load_spec
 from toolkit.models.spec import DecoderSpec, MtpSpec, StoredTensor
 from toolkit.runners.native.library import explain_mapped_faults

@@ -33,7 +33,7 @@ from toolkit.artifacts.weights import (
 from toolkit.configs.engine import DTYPES
 from toolkit.convert.weights import ROUNDED, Progress, Work, least_bytes, without_scales, write_weights
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.mmproj import Mmproj
+from toolkit.models.eyes.mmproj import Mmproj
 from toolkit.models.registry import build, get, load_spec
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.native.library import explain_mapped_faults

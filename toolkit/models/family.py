@@ -8,11 +8,11 @@ from typing import Any
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.mmproj import Mmproj
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.videos import Video
 from toolkit.models.gguf import Gguf
-from toolkit.models.mmproj import Mmproj
-from toolkit.models.pictures import Recipe
 from toolkit.models.spec import TextHead
-from toolkit.models.videos import Video
 
 # ``Family.spellings`` of a language model that also comes as a part of one that sees.
 WITHIN = (("model.", "model.language_model.", "language_model.model."), ("lm_head", "language_model.lm_head"))

@@ -27,11 +27,11 @@ from toolkit.models.config.fields import Fields, check_dtype, check_token_ids
 from toolkit.models.config.rope import LAYER_TYPES
 from toolkit.models.decoder import Built
 from toolkit.models.encoder import both_ways
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.videos import Video
 from toolkit.models.family import Family
 from toolkit.models.lacking import LACKING
-from toolkit.models.pictures import Recipe
 from toolkit.models.spec import HeadLayer, StoredTensor, TextHead
-from toolkit.models.videos import Video
 
 VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one family each, with : between them
 # Fields of a config that hold the language model of one that sees.

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from toolkit.base.threads import usable_cores
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.pictures import Picture
 from toolkit.parallel import ranks as timing
 from toolkit.parallel.bridge import Bridge
 from toolkit.parallel.layout import Layout

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from toolkit.base.record import plain
 from toolkit.base.threads import usable_cores
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.pictures import Picture
 from toolkit.parallel import balance
 from toolkit.parallel import ranks as timing
 from toolkit.parallel.devices import kind_of_ranks, own_device, place_of

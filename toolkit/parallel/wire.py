@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.models.pictures import Picture
-from toolkit.models.videos import Frame
+from toolkit.models.eyes.pictures import Picture
+from toolkit.models.eyes.videos import Frame
 from toolkit.runners.step import SamplingBatch, StepBatch, StepOutput, Views
 
 RECORDS: dict[str, Any] = {cls.__name__: cls for cls in (StepBatch, SamplingBatch, Views, StepOutput, Picture, Frame)}

@@ -15,7 +15,7 @@ from toolkit.engine.request import Only
 from toolkit.engine.text.stream import Asked
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.pictures import Picture
 from toolkit.pipeline import arguments
 from toolkit.pipeline.prompts import Prompt
 from toolkit.pipeline.reader import Reader

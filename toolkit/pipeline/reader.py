@@ -13,7 +13,7 @@ from toolkit.chat.template import ChatTemplate
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import UsageError
 from toolkit.messages import ChatTemplateConfig
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.pictures import Picture
 from toolkit.pipeline.prompts import Prompt
 from toolkit.pipeline.session import Session
 from toolkit.vision.eyes import Eyes

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from toolkit.engine.text.stream import Timings
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.pictures import Picture
 from toolkit.profile.metrics import RequestRecord
 from toolkit.profile.workload import Ask
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from toolkit.artifacts.json_file import parse_json
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.pictures import Picture
 
 MIN_TOKENS = 4  # shorter questions and answers of a dataset measure nothing
 INSTRUCTS = ("system", "developer")  # whose turn before the first question is none

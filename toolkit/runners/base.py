@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.pictures import Picture
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.step import StepBatch, StepOutput
 

@@ -94,7 +94,7 @@ def open_model(path: Path, **how: Any) -> Opened:
         opened = _open_any(path, reading)
     spec = opened.spec
     if reading.blind:
-        from toolkit.models.towers import without_sight
+        from toolkit.models.eyes.towers import without_sight
 
         spec = without_sight(spec)
     if reading.use_logn_attn:
@@ -135,8 +135,8 @@ def _open_checkpoint(path: Path, how: Reading) -> Opened:
     from toolkit.artifacts.checkpoint import open_checkpoint
     from toolkit.artifacts.drafts.mtp import mtp_or_none
     from toolkit.artifacts.weights import left_out, validate_checkpoint
+    from toolkit.models.eyes.towers import names_of_sight
     from toolkit.models.registry import load_spec
-    from toolkit.models.towers import names_of_sight
     from toolkit.runners.weights.checkpoint import CheckpointWeights
     from toolkit.runners.weights.rounded import check_load_format, rounded
 

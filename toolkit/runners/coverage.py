@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from toolkit.artifacts.formats import FORMATS
 from toolkit.artifacts.gguf.metadata import spelling
 from toolkit.errors import ToolkitError
+from toolkit.models.eyes.mmproj import Mmproj
 from toolkit.models.family import Family
 from toolkit.models.gguf import Gguf
-from toolkit.models.mmproj import Mmproj
 from toolkit.models.registry import build, families
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.tiny import tiny_config

@@ -13,7 +13,7 @@ from toolkit.box.box import Box, Limits
 from toolkit.box.box import Ticket as Ticket  # for those who call it off
 from toolkit.configs.option import spelled
 from toolkit.errors import UsageError
-from toolkit.models.pictures import Picture, Recipe
+from toolkit.models.eyes.pictures import Picture, Recipe
 from toolkit.vision.decoding import decoding
 from toolkit.vision.headers import COSTS, header
 from toolkit.vision.images import Rules, check_size

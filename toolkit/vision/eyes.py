@@ -17,8 +17,8 @@ from toolkit.base import extras
 from toolkit.box.box import Ticket
 from toolkit.configs.option import spelled as flag
 from toolkit.errors import BusyError, UsageError
-from toolkit.models.pictures import MOST_TILES, Picture, Recipe
-from toolkit.models.videos import Video
+from toolkit.models.eyes.pictures import MOST_TILES, Picture, Recipe
+from toolkit.models.eyes.videos import Video
 from toolkit.vision.asked import Asked, Fetched
 from toolkit.vision.clip import Clip
 from toolkit.vision.decoder import Decoder

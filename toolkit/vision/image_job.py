@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.base.record import read
 from toolkit.box.box import STAND_BACK
 from toolkit.errors import UsageError
-from toolkit.models.pictures import Recipe
+from toolkit.models.eyes.pictures import Recipe
 from toolkit.vision.images import FORMATS, Rules, open_image
 from toolkit.vision.recipes import tiles_of
 

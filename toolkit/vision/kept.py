@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.pictures import Picture
 from toolkit.vision.clip import Clip
 
 KEPT_BYTES = 256 << 20  # of their numbers

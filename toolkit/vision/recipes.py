@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import UsageError
-from toolkit.models.pictures import Picture, Recipe, shrunk, unpadded
+from toolkit.models.eyes.pictures import Picture, Recipe, shrunk, unpadded
 from toolkit.vision.pixels import Pixels, Tile, array, bfloat16, cut, resized
 from toolkit.vision.slices import lined, overlapping, slices
 from toolkit.vision.squares import boxed, crop, mined, padded, square

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.models.pictures import Recipe, framed
+from toolkit.models.eyes.pictures import Recipe, framed
 from toolkit.vision.pixels import Tile, array, curved, cut, resized
 
 if TYPE_CHECKING:

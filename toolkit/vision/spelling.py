@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.models.pictures import Picture, Recipe
+from toolkit.models.eyes.pictures import Picture, Recipe
 
 
 def spelled(recipe: Recipe, picture: Picture, number: int) -> str:

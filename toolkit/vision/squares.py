@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from toolkit.errors import UsageError
-from toolkit.models.pictures import Recipe
+from toolkit.models.eyes.pictures import Recipe
 from toolkit.vision.pixels import Tile, array, cut_array, resized, straight
 
 if TYPE_CHECKING:

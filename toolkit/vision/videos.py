@@ -19,8 +19,8 @@ import numpy as np
 from toolkit.base import extras
 from toolkit.box.box import Box, Limits, Ticket
 from toolkit.errors import UsageError
-from toolkit.models.pictures import Picture, Recipe
-from toolkit.models.videos import FEWEST, TAKEN, Frame, Video
+from toolkit.models.eyes.pictures import Picture, Recipe
+from toolkit.models.eyes.videos import FEWEST, TAKEN, Frame, Video
 from toolkit.vision.clip import Clip
 from toolkit.vision.decoding import decoding
 from toolkit.vision.images import Rules, Sampling, data_url, is_url, open_image, read_bytes

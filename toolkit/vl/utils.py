@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.models.videos import Video
+from toolkit.models.eyes.videos import Video
 from toolkit.vision.clip import Clip
 from toolkit.vision.eyes import sampling_of
 from toolkit.vision.fetch import Fetching

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from toolkit.base.threads import usable_cores
 from toolkit.check_env.machine import read_bandwidth
-from toolkit.models.vision import PREFIX
+from toolkit.models.eyes.vision import PREFIX
 from toolkit.runners.choose import Opened, open_model
 from toolkit.runners.native import library
 from toolkit.runners.native.packing.pack_model import pack_model

@@ -32,8 +32,8 @@ from toolkit.artifacts.recipe import open_recipe
 from toolkit.artifacts.weights import canonical_weights
 from toolkit.commands.output import stdout, table
 from toolkit.convert.formats import rewrite
+from toolkit.models.eyes.vision import PREFIX, sizes, tensors
 from toolkit.models.registry import load_spec
-from toolkit.models.vision import PREFIX, sizes, tensors
 from toolkit.runners.native.packing.pack_model import pack_tower
 from toolkit.runners.native.packing.packed import BF16, PackedTensor, vector
 from toolkit.runners.native.towers.tower import NativeEncoder, matrices

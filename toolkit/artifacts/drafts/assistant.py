@@ -9,7 +9,7 @@ from toolkit.artifacts.drafts.numbers import check_numbers
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.weights import check_stored
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.assistant import ORDERING, TYPES, Assistant, build_assistant
+from toolkit.models.drafts.assistant import ORDERING, TYPES, Assistant, build_assistant
 from toolkit.models.spec import DecoderSpec
 
 

@@ -9,7 +9,7 @@ from toolkit.artifacts.drafts.numbers import check_numbers
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.weights import check_stored
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.dflash import ARCHITECTURE, DFlash, build_dflash
+from toolkit.models.drafts.dflash import ARCHITECTURE, DFlash, build_dflash
 from toolkit.models.spec import DecoderSpec
 
 

@@ -19,7 +19,7 @@ from toolkit.artifacts.drafts.draft_head import layer_config
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.weights import check_stored
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.mtp import Mtp
+from toolkit.models.drafts.mtp import Mtp
 from toolkit.models.registry import build
 from toolkit.models.spec import DecoderSpec, LayerSpec, LinearSpec, MtpSpec, NormSpec, Part, StoredTensor
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.weights import check_stored
 from toolkit.errors import ToolkitError
-from toolkit.models.mtp import Mtp, find_mtp
+from toolkit.models.drafts.mtp import Mtp, find_mtp
 from toolkit.models.spec import DecoderSpec, StoredTensor
 
 if TYPE_CHECKING:

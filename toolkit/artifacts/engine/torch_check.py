@@ -8,8 +8,8 @@ from typing import Any
 
 from toolkit.artifacts.engine.artifact import ENGINE_JSON, EngineArtifact
 from toolkit.errors import ToolkitError
+from toolkit.models.eyes.vision import sizes
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.vision import sizes
 
 _FLOATS = ("F32", "F16", "BF16")
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")

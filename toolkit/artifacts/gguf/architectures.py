@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
+from toolkit.models.eyes.mmproj import Mmproj
 from toolkit.models.family import Family
 from toolkit.models.gguf import PLAIN, SPLIT, WHOLE, Gguf, Layout
-from toolkit.models.mmproj import Mmproj
 from toolkit.models.registry import families, get
 from toolkit.models.spec import DecoderSpec, StoredTensor
 

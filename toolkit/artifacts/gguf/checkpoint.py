@@ -23,11 +23,11 @@ from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.base.whole_file import sync
+from toolkit.models.drafts.mtp import COPIES, FURTHER, NEXTN, deeper, nextn_of
+from toolkit.models.eyes.vision import VisionSpec
 from toolkit.models.gguf import Gguf
-from toolkit.models.mtp import COPIES, FURTHER, NEXTN, deeper, nextn_of
 from toolkit.models.registry import build
 from toolkit.models.spec import DecoderSpec, StoredTensor
-from toolkit.models.vision import VisionSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

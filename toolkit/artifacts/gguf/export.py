@@ -33,8 +33,8 @@ from toolkit.artifacts.gguf.writer import Entry, write_gguf
 from toolkit.artifacts.manifest import title
 from toolkit.artifacts.weights import is_present, load_stored, split_parts
 from toolkit.errors import ToolkitError
+from toolkit.models.drafts.mtp import NEXTN, Mtp, as_nextn
 from toolkit.models.gguf import EXPERTS, PLAIN, Gguf, Layout
-from toolkit.models.mtp import NEXTN, Mtp, as_nextn
 from toolkit.models.spec import AttentionSpec, DecoderSpec, Part, StoredTensor
 
 AT_ONCE = 1 << 28  # numbers of a matrix that are rounded at once: Gemma 4's tables have nine times as many

@@ -19,12 +19,12 @@ from toolkit.artifacts.gguf.keys import Keys, check_kinds
 from toolkit.artifacts.manifest import EYES
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
+from toolkit.models.eyes.mmproj import Mmproj, by_pixel
+from toolkit.models.eyes.vision import Shapes, VisionSpec, tensors
 from toolkit.models.family import Family
 from toolkit.models.gguf import MOST_LAYERS
-from toolkit.models.mmproj import Mmproj, by_pixel
 from toolkit.models.registry import families, get
 from toolkit.models.spec import StoredTensor
-from toolkit.models.vision import Shapes, VisionSpec, tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ class _OfAnother(ToolkitError):
 
 @dataclass(frozen=True)
 class _Clip(Keys):
-    """``toolkit.models.mmproj.Clip`` over a file. ``tokens``: of the language model."""
+    """``toolkit.models.eyes.mmproj.Clip`` over a file. ``tokens``: of the language model."""
 
     tensors: Mapping[str, TensorInfo]
     tokens: Sequence[str]

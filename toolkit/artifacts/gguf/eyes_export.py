@@ -23,11 +23,11 @@ from toolkit.artifacts.manifest import title
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.artifacts.weights import is_present, load_stored, split_parts
 from toolkit.errors import ToolkitError
-from toolkit.models.mmproj import BREAK, Mmproj, by_pixel, kernel
-from toolkit.models.pictures import Recipe
+from toolkit.models.eyes.mmproj import BREAK, Mmproj, by_pixel, kernel
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.vision import VisionSpec, tensors
 from toolkit.models.registry import get
 from toolkit.models.spec import DecoderSpec, StoredTensor
-from toolkit.models.vision import VisionSpec, tensors
 
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
 NO_BF16 = "mm.input_projection.weight"  # which llama.cpp multiplies in float16 or float32 alone

@@ -14,9 +14,9 @@ from toolkit.artifacts.gguf.keys import Keys
 from toolkit.artifacts.gguf.metadata import yarn_scale
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
+from toolkit.models.drafts.mtp import FURTHER
 from toolkit.models.family import Family
 from toolkit.models.gguf import MOST_LAYERS, Absent, Gguf, read_betas
-from toolkit.models.mtp import FURTHER
 
 _FACTOR = ("rope.scaling.factor", "rope.scale_linear")  # the second in files of 2023
 KV_HEADS = "attention.head_count_kv"

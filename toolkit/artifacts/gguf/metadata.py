@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import ToolkitError
+from toolkit.models.eyes.mmproj import Mmproj
 from toolkit.models.gguf import Gguf
-from toolkit.models.mmproj import Mmproj
 from toolkit.models.registry import get
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LatentSpec, RopeSpec
 

@@ -6,8 +6,8 @@ from toolkit.engine.drafts.head import DraftHead, Follower
 from toolkit.engine.drafts.odds import Odds
 from toolkit.engine.sequence import Sequence
 from toolkit.engine.step import Step
-from toolkit.runners.assistant import Seen
-from toolkit.runners.head import F32
+from toolkit.runners.drafts.assistant import Seen
+from toolkit.runners.drafts.head import F32
 
 
 class DraftAssistant(DraftHead):

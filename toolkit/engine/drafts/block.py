@@ -12,7 +12,7 @@ from toolkit.engine.drafts.draft import Guess, Outlook
 from toolkit.engine.drafts.head import DraftHead, Follower
 from toolkit.engine.drafts.odds import ANY, sureness
 from toolkit.engine.sequence import Sequence
-from toolkit.runners.head import Rows
+from toolkit.runners.drafts.head import Rows
 
 
 class DraftBlock(DraftHead):

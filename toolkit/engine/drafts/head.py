@@ -19,7 +19,7 @@ from toolkit.engine.drafts.draft import NO_GUESS, Draft, Guess, Outlook
 from toolkit.engine.drafts.odds import ANY, Odds, Users, compare, sureness
 from toolkit.engine.sequence import Sequence
 from toolkit.engine.step import Step
-from toolkit.runners.head import F32, Drawn, Reader, Rows
+from toolkit.runners.drafts.head import F32, Drawn, Reader, Rows
 from toolkit.runners.step import StepOutput
 
 ROOM = 1 << 30  # bytes of states, keys and values of all requests; those that it holds no more for get no guesses

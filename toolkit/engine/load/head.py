@@ -38,7 +38,7 @@ class OpenHead:
 
     def plan(self, need: MemoryNeed, groups: Seq[CacheGroup], share_out: ShareOut) -> MemoryPlan:
         """How memory is shared out among a model that needs ``need`` and this. Raises ToolkitError."""
-        from toolkit.runners.native.draft_head import packed_bytes
+        from toolkit.runners.native.draft.eagle3 import packed_bytes
 
         own = {name: tensor for name, tensor in self.tensors.items() if name != "embed_tokens.weight"}
         weights = 0
@@ -59,13 +59,13 @@ class OpenHead:
             return {name: widened(tensor) for name, tensor in tensors.items()}
 
         if self.device is None:
-            from toolkit.runners.native.draft_head import NativeHead
+            from toolkit.runners.native.draft.eagle3 import NativeHead
 
             native = NativeHead(self.spec, weights(), embed, d2t, self.threads)
             return DraftHead(native, self.layers, plan.session_len)
         import torch
 
-        from toolkit.runners.tensor.eagle3 import TorchHead
+        from toolkit.runners.tensor.drafts.eagle3 import TorchHead
 
         head = TorchHead(self.spec, weights, embed, d2t, torch.device(self.device))
         return DraftHead(head, self.layers, plan.session_len)

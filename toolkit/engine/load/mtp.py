@@ -21,9 +21,9 @@ from toolkit.runners.base import MemoryNeed, Runner, RunnerError
 if TYPE_CHECKING:
     from toolkit.configs.engine import EngineConfig
     from toolkit.models.family import Family
-    from toolkit.runners.assistant import AssistantHead
-    from toolkit.runners.dflash import DFlashHead
-    from toolkit.runners.mtp import MtpHead
+    from toolkit.runners.drafts.assistant import AssistantHead
+    from toolkit.runners.drafts.dflash import DFlashHead
+    from toolkit.runners.drafts.mtp import MtpHead
 
 FLAG = "speculative_algorithm"
 RANKS = "runs with ranks of the native runner alone; leave it out, or tp, pp, dp and ep"
@@ -139,7 +139,7 @@ def open_dflash_model(path: Path, target: Runner, block: int | None) -> OpenMtp:
 
 def _dflash(path: Path, target: Runner, block: int | None) -> DFlashHead:
     from toolkit.artifacts.drafts.dflash import open_dflash
-    from toolkit.runners.dflash import DFlashHead
+    from toolkit.runners.drafts.dflash import DFlashHead
     from toolkit.runners.weights.checkpoint import CheckpointWeights
 
     checkpoint, found = open_dflash(path, target.spec)
@@ -153,11 +153,11 @@ def _dflash(path: Path, target: Runner, block: int | None) -> DFlashHead:
     weights = CheckpointWeights(checkpoint, found.stored)
     runner: Runner
     if target.name == "native":
-        from toolkit.runners.native.lent import run_with_head as native
+        from toolkit.runners.native.draft.lent import run_with_head as native
 
         runner = native(spec.layer, weights, target)
     else:
-        from toolkit.runners.tensor.lent import run_with_head as tensor
+        from toolkit.runners.tensor.drafts.lent import run_with_head as tensor
 
         runner = tensor(spec.layer, weights, target)
     return DFlashHead(spec, runner, numbers)
@@ -165,18 +165,18 @@ def _dflash(path: Path, target: Runner, block: int | None) -> DFlashHead:
 
 def _assistant(path: Path, target: Runner) -> AssistantHead:
     from toolkit.artifacts.drafts.assistant import open_assistant
-    from toolkit.runners.assistant import AssistantHead, outer_bytes, outer_of
+    from toolkit.runners.drafts.assistant import AssistantHead, outer_bytes, outer_of
     from toolkit.runners.weights.checkpoint import CheckpointWeights
 
     checkpoint, found = open_assistant(path, target.spec)
     weights = CheckpointWeights(checkpoint, found.stored)
     if target.name == "native":
-        from toolkit.runners.native import assistant as native
+        from toolkit.runners.native.draft import assistant as native
 
         runner: Runner
         runner, norm = native.run_beside(found.spec, weights, target)
     else:
-        from toolkit.runners.tensor import assistant as tensor
+        from toolkit.runners.tensor.drafts import assistant as tensor
 
         runner, norm = tensor.run_beside(found.spec, weights, target)
     outer, nbytes = lambda: outer_of(found, checkpoint, norm()), outer_bytes(found, checkpoint)
@@ -215,7 +215,7 @@ def _of_artifact(path: Path, device: str) -> tuple[MtpSpec, Weights] | None:
         artifact = open_engine(path, (0, artifact.ranks))
     if artifact.target == CPU_TARGET:
         return layer, open_mtp(artifact)
-    from toolkit.runners.tensor.mtp import open_canonical_mtp
+    from toolkit.runners.tensor.drafts.mtp import open_canonical_mtp
 
     return layer, open_canonical_mtp(artifact, device)
 
@@ -241,12 +241,12 @@ def _head(spec: MtpSpec, found: Weights, target: Runner, name: str) -> MtpHead:
     """The layer, for the runner of its model."""
     packed = spec.layer.embed in found
     if target.name == "native":
-        from toolkit.runners.native.mtp import CheckpointMtp, NativeMtp
+        from toolkit.runners.native.draft.mtp import CheckpointMtp, NativeMtp
 
         first: Any = getattr(target, "first", target)  # of several ranks
         return NativeMtp(spec, (lambda: found) if packed else CheckpointMtp(spec, found), first, name)
     from toolkit.runners.native.packing.unpack import UnpackedWeights
-    from toolkit.runners.tensor.mtp import TensorMtp
+    from toolkit.runners.tensor.drafts.mtp import TensorMtp
     from toolkit.runners.tensor.runner import TensorRunner
 
     if not isinstance(target, TensorRunner):

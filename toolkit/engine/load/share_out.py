@@ -15,9 +15,9 @@ from toolkit.engine.load.mtp import OpenMtp
 from toolkit.engine.load.setup import Setup
 from toolkit.engine.options import EngineOptions
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.pictures import most_patches
+from toolkit.models.eyes.pictures import most_patches
+from toolkit.models.eyes.vision import VisionSpec
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.vision import VisionSpec
 from toolkit.runners.base import Runner
 
 

@@ -14,7 +14,7 @@ from toolkit.engine.step import Step
 from toolkit.runners.step import Views
 
 if TYPE_CHECKING:
-    from toolkit.models.pictures import Picture
+    from toolkit.models.eyes.pictures import Picture
     from toolkit.runners.base import Runner
 
 Rows = NDArray[np.float32]

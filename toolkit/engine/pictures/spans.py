@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import UsageError
-from toolkit.models.pictures import Picture
-from toolkit.models.vision import VisionSpec
+from toolkit.models.eyes.pictures import Picture
+from toolkit.models.eyes.vision import VisionSpec
 
 I32 = NDArray[np.int32]
 

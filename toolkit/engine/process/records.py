@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams, Whose
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.pictures import Picture
 from toolkit.parallel.wire import apart, together
 
 ARRAYS = {"logits": np.float32, "hidden": np.float32, "routes": np.uint16}  # fields of EngineOutput

@@ -22,7 +22,7 @@ from toolkit.engine.load.setup import Setup
 from toolkit.engine.load.start import start
 from toolkit.engine.process import records
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.pictures import Picture
 from toolkit.runners.base import RunnerLost
 
 log = logging.getLogger(__name__)

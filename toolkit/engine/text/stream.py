@@ -19,7 +19,7 @@ from toolkit.messages import GenerationConfig, PromptProgress, Response
 
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
-    from toolkit.models.pictures import Picture
+    from toolkit.models.eyes.pictures import Picture
 
 
 @dataclass

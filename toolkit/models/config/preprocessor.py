@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 from toolkit.models.config.fields import Fields
-from toolkit.models.pictures import Recipe
-from toolkit.models.towers import side
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import side
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

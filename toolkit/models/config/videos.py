@@ -7,8 +7,8 @@ from typing import Any
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import colours
-from toolkit.models.pictures import Recipe
-from toolkit.models.videos import Video
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.videos import Video
 
 
 def shown_as(config: Fields, recipe: Recipe, changes: dict[str, Any], **more: Any) -> Video:

@@ -8,11 +8,11 @@ from dataclasses import replace
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import tiles_recipe
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import CLIP, language_of, seeing, siglip_tower, stored_vision, taken_layers
+from toolkit.models.eyes.vision import Stage, VisionSpec
 from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
 from toolkit.models.family import Family, Tiny
-from toolkit.models.pictures import Recipe
-from toolkit.models.towers import CLIP, language_of, seeing, siglip_tower, stored_vision, taken_layers
-from toolkit.models.vision import Stage, VisionSpec
 
 ABSENT = {
     "hidden_size": 1152,

@@ -8,13 +8,13 @@ from dataclasses import replace
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, llama_like
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import seeing, stored_vision
 from toolkit.models.families import glm4v_9b
 from toolkit.models.family import Family, Tiny
-from toolkit.models.pictures import Recipe
 from toolkit.models.routed import Routed
 from toolkit.models.spec import RopeSpec
 from toolkit.models.stored import fused_qkv, renamed
-from toolkit.models.towers import seeing, stored_vision
 
 NAMES = {
     "self_attn.o_proj": "self_attn.language_expert_dense",

@@ -6,11 +6,11 @@ from __future__ import annotations
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import CLIP_MEAN, CLIP_STD, clip_recipe, colours
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import CLIP, language_of, mlp, seeing, siglip_tower, stored_vision
+from toolkit.models.eyes.vision import VisionSpec
 from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
-from toolkit.models.pictures import Recipe
-from toolkit.models.towers import CLIP, language_of, mlp, seeing, siglip_tower, stored_vision
-from toolkit.models.vision import VisionSpec
 
 SPELLING = {**CLIP, "projector.linear_1": "linear1", "projector.linear_2": "linear2"}
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import CLIP_MEAN, CLIP_STD, FILTERS, check_size, colours
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.high import HighTower
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import CLIP, language_of, seeing, side, siglip_tower, stored_vision
+from toolkit.models.eyes.vision import Stage, Tower, VisionSpec
 from toolkit.models.families import deepseek_vl
 from toolkit.models.family import Family, Tiny
-from toolkit.models.high import HighTower
-from toolkit.models.pictures import Recipe
-from toolkit.models.towers import CLIP, language_of, seeing, side, siglip_tower, stored_vision
-from toolkit.models.vision import Stage, Tower, VisionSpec
 
 SPELLING = {**CLIP, "high": "model."}
 BICUBIC = 3

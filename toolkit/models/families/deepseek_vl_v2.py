@@ -8,11 +8,11 @@ from typing import Any
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import HALF, canvases, colours
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import clip_tower, language_of, mlp, seeing, side, stored_vision
+from toolkit.models.eyes.vision import Stage, Tower, VisionSpec
 from toolkit.models.families import deepseek_v2
 from toolkit.models.family import Family, Tiny
-from toolkit.models.pictures import Recipe
-from toolkit.models.towers import clip_tower, language_of, mlp, seeing, side, stored_vision
-from toolkit.models.vision import Stage, Tower, VisionSpec
 
 TOKEN = "image_token_id"
 SPELLING = {

@@ -9,12 +9,12 @@ from typing import Any
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import scan_recipe
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.mmproj import Clip, Mmproj, square, tower_fields
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import CLIP, language_of, seeing, siglip_tower, stored_vision
+from toolkit.models.eyes.vision import Stage, VisionSpec
 from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
 from toolkit.models.family import Family, Tiny
-from toolkit.models.mmproj import Clip, Mmproj, square, tower_fields
-from toolkit.models.pictures import Recipe
-from toolkit.models.towers import CLIP, language_of, seeing, siglip_tower, stored_vision
-from toolkit.models.vision import Stage, VisionSpec
 
 ABSENT = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "image_size": 896}
 

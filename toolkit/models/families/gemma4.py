@@ -14,15 +14,15 @@ from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import fill_recipe, shown_numbers
 from toolkit.models.config.videos import shown_as
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.mmproj import Clip, Mmproj
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import activation, language_of, seeing, side, stored_vision
+from toolkit.models.eyes.videos import Video
+from toolkit.models.eyes.vision import Stage, Tower, VisionSpec
 from toolkit.models.families.gemma4_text import FULL, ROPES, SLIDES
 from toolkit.models.family import Family, Tiny
-from toolkit.models.mmproj import Clip, Mmproj
-from toolkit.models.pictures import Recipe
 from toolkit.models.spec import DecoderSpec, Part, StoredTensor
 from toolkit.models.spec.decoder import Mixer
-from toolkit.models.towers import activation, language_of, seeing, side, stored_vision
-from toolkit.models.videos import Video
-from toolkit.models.vision import Stage, Tower, VisionSpec
 
 TOKENS, OF_A_FRAME = 280, 70  # of a picture and of a video's frame, where nothing is said
 PARTS = {**{x: f"self_attn.{x}_proj" for x in "qkvo"}, **{x: f"mlp.{x}_proj" for x in ("gate", "up", "down")}}

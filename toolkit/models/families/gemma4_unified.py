@@ -9,14 +9,14 @@ from typing import Any
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.mmproj import Clip, Mmproj
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import language_of, seeing, side, stored_vision
+from toolkit.models.eyes.videos import Video
+from toolkit.models.eyes.vision import Stage, Tower, VisionSpec
 from toolkit.models.families import gemma4
 from toolkit.models.family import Family, Tiny
-from toolkit.models.mmproj import Clip, Mmproj
-from toolkit.models.pictures import Recipe
 from toolkit.models.spec import Part, StoredTensor
-from toolkit.models.towers import language_of, seeing, side, stored_vision
-from toolkit.models.videos import Video
-from toolkit.models.vision import Stage, Tower, VisionSpec
 
 SPELLING = {
     "patch_norm": "patch_ln1",

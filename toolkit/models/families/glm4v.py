@@ -12,14 +12,14 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import area_recipe
 from toolkit.models.config.videos import area_video
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.mmproj import Clip, Mmproj
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import activation, language_of, seeing, side, stored_vision
+from toolkit.models.eyes.videos import Video
+from toolkit.models.eyes.vision import Stage, VisionSpec
 from toolkit.models.families import glm4, qwen2_vl
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import Gguf, Metadata, has_qkv_bias
-from toolkit.models.mmproj import Clip, Mmproj
-from toolkit.models.pictures import Recipe
-from toolkit.models.towers import activation, language_of, seeing, side, stored_vision
-from toolkit.models.videos import Video
-from toolkit.models.vision import Stage, VisionSpec
 
 SPELLING = qwen2_vl.BLOCKS | {
     "position": "embeddings.position_embedding.weight",

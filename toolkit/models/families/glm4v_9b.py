@@ -8,12 +8,12 @@ from dataclasses import replace
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import CLIP_MEAN, CLIP_STD
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import activation, check_grid, clip_tower, seeing, side, stored_vision
+from toolkit.models.eyes.vision import Stage, Tower, VisionSpec
 from toolkit.models.families import chatglm
 from toolkit.models.family import Family, Tiny
-from toolkit.models.pictures import Recipe
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.towers import activation, check_grid, clip_tower, seeing, side, stored_vision
-from toolkit.models.vision import Stage, Tower, VisionSpec
 
 EVA = {
     "patch": "patch_embedding.proj",

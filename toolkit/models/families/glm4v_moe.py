@@ -9,11 +9,11 @@ from typing import Any
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.towers import language_of
 from toolkit.models.families import glm4_moe, glm4v, qwen2_vl
 from toolkit.models.family import Family
 from toolkit.models.gguf import Metadata
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.towers import language_of
 
 
 def build(config: Fields) -> Built:

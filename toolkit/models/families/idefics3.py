@@ -8,12 +8,12 @@ from typing import Any
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import split_recipe
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.mmproj import Clip, Mmproj, tower_fields
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import CLIP, language_of, seeing, siglip_tower, stored_vision
+from toolkit.models.eyes.vision import Stage, VisionSpec
 from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
-from toolkit.models.mmproj import Clip, Mmproj, tower_fields
-from toolkit.models.pictures import Recipe
-from toolkit.models.towers import CLIP, language_of, seeing, siglip_tower, stored_vision
-from toolkit.models.vision import Stage, VisionSpec
 
 ABSENT = {"hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "image_size": 224, "patch_size": 32}
 LANGUAGE = {"model.": "model.text_model."}

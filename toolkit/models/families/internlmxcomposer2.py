@@ -10,15 +10,15 @@ from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import clip_recipe, lined_recipe
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import CLIP, check_grid, clip_tower, mlp, seeing, stored_vision
+from toolkit.models.eyes.vision import Stage, VisionSpec
 from toolkit.models.families import internlm2
 from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
-from toolkit.models.pictures import Recipe
 from toolkit.models.routed import Routed
 from toolkit.models.spec import Part, StoredTensor
 from toolkit.models.stored import fused_by_kv_head
-from toolkit.models.towers import CLIP, check_grid, clip_tower, mlp, seeing, stored_vision
-from toolkit.models.vision import Stage, VisionSpec
 
 TOKEN = "image_token_id"
 MERGE, RANK, SMALL = 2, 256, 8  # tokens along a side that become one; ranks, the small one of 4khd's q, k and v

@@ -11,12 +11,9 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import tiles_recipe
 from toolkit.models.config.videos import shown_as
 from toolkit.models.decoder import Built
-from toolkit.models.families.llava import BARE_SPELLINGS, LANGUAGE, TINY_TOWER
-from toolkit.models.family import Family, Tiny
-from toolkit.models.mmproj import Clip, Mmproj, square, tower_fields
-from toolkit.models.pictures import Recipe
-from toolkit.models.spec import DecoderSpec
-from toolkit.models.towers import (
+from toolkit.models.eyes.mmproj import Clip, Mmproj, square, tower_fields
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import (
     activation,
     clip_tower,
     language_of,
@@ -26,8 +23,11 @@ from toolkit.models.towers import (
     stored_vision,
     taken_layers,
 )
-from toolkit.models.videos import Video
-from toolkit.models.vision import Stage, Tower, VisionSpec
+from toolkit.models.eyes.videos import Video
+from toolkit.models.eyes.vision import Stage, Tower, VisionSpec
+from toolkit.models.families.llava import BARE_SPELLINGS, LANGUAGE, TINY_TOWER
+from toolkit.models.family import Family, Tiny
+from toolkit.models.spec import DecoderSpec
 
 INTERNVIT = {
     "patch": "embeddings.patch_embeddings.projection",

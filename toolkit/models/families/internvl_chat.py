@@ -9,11 +9,11 @@ from typing import Any
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import IMAGENET_MEAN, IMAGENET_STD, tiles_recipe
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import language_of, seeing, stored_vision
 from toolkit.models.families import internvl
 from toolkit.models.family import Family, Tiny
-from toolkit.models.pictures import Recipe
 from toolkit.models.routed import Routed
-from toolkit.models.towers import language_of, seeing, stored_vision
 
 SPELLING = {
     "patch": "embeddings.patch_embedding",

@@ -9,13 +9,22 @@ from typing import Any
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import canvas_recipe
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.mmproj import Clip, Mmproj, square, tower_fields
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import (
+    CLIP,
+    activation,
+    check_grid,
+    clip_tower,
+    language_of,
+    seeing,
+    side,
+    stored_vision,
+)
+from toolkit.models.eyes.vision import Stage, Tower, VisionSpec
 from toolkit.models.families import llama4_text
 from toolkit.models.family import WITHIN, Family, Tiny
-from toolkit.models.mmproj import Clip, Mmproj, square, tower_fields
-from toolkit.models.pictures import Recipe
 from toolkit.models.spec import Part, StoredTensor
-from toolkit.models.towers import CLIP, activation, check_grid, clip_tower, language_of, seeing, side, stored_vision
-from toolkit.models.vision import Stage, Tower, VisionSpec
 
 MERGE, CANVASES = 2, 16
 ABSENT = {"hidden_size": 768, "num_hidden_layers": 34, "intermediate_size": 5632, "image_size": 448}

@@ -12,11 +12,9 @@ from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import clip_recipe, fit_recipe
 from toolkit.models.decoder import Built
-from toolkit.models.family import Family, Tiny
-from toolkit.models.mmproj import LAYER, Clip, Mmproj, feature_layer, square, tower_fields
-from toolkit.models.pictures import Recipe
-from toolkit.models.spec import DecoderSpec, StoredTensor
-from toolkit.models.towers import (
+from toolkit.models.eyes.mmproj import LAYER, Clip, Mmproj, feature_layer, square, tower_fields
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import (
     CLIP,
     PIXTRAL,
     clip_tower,
@@ -29,7 +27,9 @@ from toolkit.models.towers import (
     stored_vision,
     taken_layers,
 )
-from toolkit.models.vision import VisionSpec
+from toolkit.models.eyes.vision import VisionSpec
+from toolkit.models.family import Family, Tiny
+from toolkit.models.spec import DecoderSpec, StoredTensor
 
 TOWERS = {
     "clip_vision_model": (clip_tower, CLIP),

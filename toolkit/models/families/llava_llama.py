@@ -8,11 +8,11 @@ from dataclasses import replace
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import canvases, clip_recipe
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import CLIP, language_of, seeing, stored_vision
+from toolkit.models.eyes.vision import Stage
 from toolkit.models.families import llava, llava_next
 from toolkit.models.family import Family, Tiny
-from toolkit.models.pictures import Recipe
-from toolkit.models.towers import CLIP, language_of, seeing, stored_vision
-from toolkit.models.vision import Stage
 
 LANGUAGES = {"LlavaLlamaForCausalLM": "llama", "LlavaMistralForCausalLM": "mistral"}
 TOKEN = "image_token_index"

@@ -6,10 +6,10 @@ from __future__ import annotations
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import canvases, clip_recipe
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import language_of, seeing
 from toolkit.models.families.llava import LANGUAGE, MLP, SPELLINGS, TINY_TOWER, parts
 from toolkit.models.family import Family, Tiny
-from toolkit.models.pictures import Recipe
-from toolkit.models.towers import language_of, seeing
 
 CANVASES = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 

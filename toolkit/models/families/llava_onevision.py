@@ -7,11 +7,11 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import canvases, clip_recipe, colours
 from toolkit.models.config.videos import shown_as
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import language_of, seeing
+from toolkit.models.eyes.videos import Video
 from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER, parts
 from toolkit.models.family import Family, Tiny
-from toolkit.models.pictures import Recipe
-from toolkit.models.towers import language_of, seeing
-from toolkit.models.videos import Video
 
 SIDES = tuple(384 * n for n in range(1, 7))
 CANVASES = tuple((height, width) for height in SIDES for width in SIDES)

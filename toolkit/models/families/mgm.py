@@ -8,13 +8,13 @@ from dataclasses import replace
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import clip_recipe
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.fine import STEM, FineTower
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import CLIP, clip_tower, language_of, mlp, seeing, stored_vision, taken_layers
+from toolkit.models.eyes.vision import Stage, VisionSpec
 from toolkit.models.families import llava
 from toolkit.models.families.llava_llama import TOKEN
 from toolkit.models.family import Family, Tiny
-from toolkit.models.fine import STEM, FineTower
-from toolkit.models.pictures import Recipe
-from toolkit.models.towers import CLIP, clip_tower, language_of, mlp, seeing, stored_vision, taken_layers
-from toolkit.models.vision import Stage, VisionSpec
 
 LANGUAGES = {
     f"{name}{kind}ForCausalLM": kind.lower()

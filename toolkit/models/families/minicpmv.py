@@ -14,14 +14,14 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import slices_recipe
 from toolkit.models.config.videos import shown_as
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.mmproj import Clip, Mmproj, tower_fields
+from toolkit.models.eyes.patches import sines
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import CLIP, language_of, seeing, siglip_tower, stored_vision
+from toolkit.models.eyes.videos import Video
+from toolkit.models.eyes.vision import Stage, VisionSpec
 from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
-from toolkit.models.mmproj import Clip, Mmproj, tower_fields
-from toolkit.models.patches import sines
-from toolkit.models.pictures import Recipe
-from toolkit.models.towers import CLIP, language_of, seeing, siglip_tower, stored_vision
-from toolkit.models.videos import Video
-from toolkit.models.vision import Stage, VisionSpec
 
 TOKEN = "image_token_id"
 HEAD_DIM = 128  # of the attention that the queries have

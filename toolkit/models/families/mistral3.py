@@ -9,11 +9,9 @@ from typing import Any
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import fit_recipe
 from toolkit.models.decoder import Built
-from toolkit.models.families.llava import BARE_SPELLINGS, LANGUAGE, TINY_TOWER
-from toolkit.models.family import Family, Tiny
-from toolkit.models.mmproj import Clip, Mmproj, tower_fields
-from toolkit.models.pictures import Recipe
-from toolkit.models.towers import (
+from toolkit.models.eyes.mmproj import Clip, Mmproj, tower_fields
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import (
     PIXTRAL,
     language_of,
     mlp,
@@ -23,7 +21,9 @@ from toolkit.models.towers import (
     stored_vision,
     taken_layers,
 )
-from toolkit.models.vision import Stage, VisionSpec
+from toolkit.models.eyes.vision import Stage, VisionSpec
+from toolkit.models.families.llava import BARE_SPELLINGS, LANGUAGE, TINY_TOWER
+from toolkit.models.family import Family, Tiny
 
 
 def merge_of(config: Fields) -> int:

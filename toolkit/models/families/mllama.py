@@ -11,12 +11,12 @@ from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import canvas_recipe
 from toolkit.models.decoder import Built, gated_mlp, llama_like, rms_norm
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import PLAIN, activation, clip_tower, seeing, stored_vision
+from toolkit.models.eyes.vision import Stage, Tower, VisionSpec
 from toolkit.models.families.llava import LANGUAGE
 from toolkit.models.family import Family, Tiny
-from toolkit.models.pictures import Recipe
 from toolkit.models.spec import AttentionSpec, CrossSpec, MlpSpec
-from toolkit.models.towers import PLAIN, activation, clip_tower, seeing, stored_vision
-from toolkit.models.vision import Stage, Tower, VisionSpec
 
 MORE = 8  # tokens that only the embedding knows, the mark of a picture among them
 TEXT = {

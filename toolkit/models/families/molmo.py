@@ -9,12 +9,12 @@ from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import BILINEAR, colours
 from toolkit.models.decoder import POST_NORMS, PRE_NORMS, Built, llama_like
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import check_grid, clip_tower, seeing, side, stored_vision
+from toolkit.models.eyes.vision import Stage, VisionSpec
 from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
-from toolkit.models.pictures import Recipe
 from toolkit.models.stored import fused_qkv, joined
-from toolkit.models.towers import check_grid, clip_tower, seeing, side, stored_vision
-from toolkit.models.vision import Stage, VisionSpec
 
 TOKEN = "image_token_id"
 PLACE = "|<EXTRA_TOKENS_0>|"  # a token that prompts lack; those that they have are beyond the vocabulary

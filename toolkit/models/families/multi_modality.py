@@ -11,14 +11,14 @@ from typing import Any
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import BILINEAR, CLIP_MEAN, CLIP_STD, HALF
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import language_of, mlp, seeing, siglip_tower, stored_vision
+from toolkit.models.eyes.vision import VisionSpec
 from toolkit.models.families import deepseek_vl, deepseek_vl_hybrid
 from toolkit.models.families.deepseek_vl_v2 import NAMES
 from toolkit.models.families.deepseek_vl_v2 import SPELLING as TIMM
 from toolkit.models.family import Family, Tiny
-from toolkit.models.pictures import Recipe
 from toolkit.models.spec import StoredTensor
-from toolkit.models.towers import language_of, mlp, seeing, siglip_tower, stored_vision
-from toolkit.models.vision import VisionSpec
 
 TOKEN = "image_token_id"
 LARGE = {"image_size": 384, "patch_size": 16, "width": 1024, "layers": 24, "heads": 16, "mlp_ratio": 4.0}

@@ -8,11 +8,20 @@ from dataclasses import replace
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import lined_recipe
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import (
+    CLIP,
+    check_grid,
+    clip_tower,
+    language_of,
+    mlp,
+    seeing,
+    stored_vision,
+    taken_layers,
+)
+from toolkit.models.eyes.vision import Stage, VisionSpec
 from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
-from toolkit.models.pictures import Recipe
-from toolkit.models.towers import CLIP, check_grid, clip_tower, language_of, mlp, seeing, stored_vision, taken_layers
-from toolkit.models.vision import Stage, VisionSpec
 
 TOKEN = "image_token_id"
 MERGE = 2

@@ -10,14 +10,14 @@ from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.videos import area_video
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.mmproj import Clip, Mmproj
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import activation
+from toolkit.models.eyes.videos import Video
+from toolkit.models.eyes.vision import VisionSpec
 from toolkit.models.families import qwen2_vl
 from toolkit.models.families.qwen2_vl import AROUND, PIXELS, PREPROCESSOR, SPELLINGS, TEXT, recipe, tower, whole
 from toolkit.models.family import Family, Tiny
-from toolkit.models.mmproj import Clip, Mmproj
-from toolkit.models.pictures import Recipe
-from toolkit.models.towers import activation
-from toolkit.models.videos import Video
-from toolkit.models.vision import VisionSpec
 
 FULL = (7, 15, 23, 31)  # layers without windows, where the config does not say
 WINDOW = 112  # pixels along a side, of released models and of all in llama.cpp

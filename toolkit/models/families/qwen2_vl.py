@@ -14,15 +14,15 @@ from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import area_recipe
 from toolkit.models.config.videos import area_video
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.mmproj import Clip, Mmproj
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import activation, language_of, seeing, stored_vision
+from toolkit.models.eyes.videos import Video
+from toolkit.models.eyes.vision import Stage, Tower, VisionSpec
 from toolkit.models.families import qwen2
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import Metadata
-from toolkit.models.mmproj import Clip, Mmproj
-from toolkit.models.pictures import Recipe
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.towers import activation, language_of, seeing, stored_vision
-from toolkit.models.videos import Video
-from toolkit.models.vision import Stage, Tower, VisionSpec
 
 BLOCKS = {
     "patch": "patch_embed.proj",

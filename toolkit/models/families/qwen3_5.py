@@ -9,10 +9,10 @@ from typing import Any
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_sections
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.towers import language_of, seeing
 from toolkit.models.families import qwen2_vl, qwen3_5_text, qwen3_vl
 from toolkit.models.family import WITHIN, Family, Tiny
 from toolkit.models.spec import DecoderSpec, Sublayer
-from toolkit.models.towers import language_of, seeing
 
 TOKEN = 248056
 SPELLINGS = (("model.visual.",), *WITHIN)

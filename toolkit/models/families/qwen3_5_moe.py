@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.towers import language_of
 from toolkit.models.families import qwen3_5, qwen3_5_moe_text, qwen3_vl
 from toolkit.models.family import Family
-from toolkit.models.towers import language_of
 
 
 def build(config: Fields) -> Built:

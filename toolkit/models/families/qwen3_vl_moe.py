@@ -8,10 +8,10 @@ from typing import Any
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.towers import language_of, seeing
 from toolkit.models.families import qwen3_moe, qwen3_vl
 from toolkit.models.family import Family
 from toolkit.models.stored import fused_experts, stored_tensors
-from toolkit.models.towers import language_of, seeing
 
 
 def build(config: Fields) -> Built:

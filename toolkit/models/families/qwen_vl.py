@@ -9,12 +9,12 @@ from dataclasses import replace
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import CLIP_MEAN, CLIP_STD
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.towers import clip_tower, seeing, side, stored_vision
+from toolkit.models.eyes.vision import Stage, Tower, VisionSpec
 from toolkit.models.families import qwen
 from toolkit.models.family import Family, Tiny
-from toolkit.models.pictures import Recipe
 from toolkit.models.spec import Part, StoredTensor
-from toolkit.models.towers import clip_tower, seeing, side, stored_vision
-from toolkit.models.vision import Stage, Tower, VisionSpec
 
 HEAD_DIM = 128  # of the attention that the queries have
 BEGIN = "transformer.visual."

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from toolkit.models.spec import sound
 
 if TYPE_CHECKING:
+    from toolkit.models.eyes.vision import Stage, VisionSpec
     from toolkit.models.spec.decoder import DecoderSpec, Sublayer
-    from toolkit.models.vision import Stage, VisionSpec
 
 # Integer fields that may be zero; every other one is a size or a count.
 _MAY_BE_ZERO = {"group", "original_max_position", "max_position", "offset", "head_rows", "mask_token"}

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from toolkit.base.record import later, plain, read
+from toolkit.models.eyes.vision import VisionSpec
 from toolkit.models.spec.attention import AttentionSpec
 from toolkit.models.spec.check import check_spec
 from toolkit.models.spec.cross import CrossSpec
@@ -22,7 +23,6 @@ from toolkit.models.spec.parts import LinearSpec, NormSpec, RopeSpec
 from toolkit.models.spec.per_layer import PerLayerSpec, PerLayerTable
 from toolkit.models.spec.reuse import ReuseSpec
 from toolkit.models.spec.short_conv import ShortConvSpec
-from toolkit.models.vision import VisionSpec
 
 Mixer = (
     AttentionSpec

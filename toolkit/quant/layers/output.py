@@ -25,7 +25,7 @@ from toolkit.artifacts.scales import UNSCALED, AllScales, Scales, read_scales, w
 from toolkit.artifacts.text_head import own_modules
 from toolkit.artifacts.weights import as_stored, load_stored
 from toolkit.errors import ToolkitError
-from toolkit.models.mmproj import Mmproj
+from toolkit.models.eyes.mmproj import Mmproj
 from toolkit.models.registry import LANGUAGE_PARTS, get
 from toolkit.models.spec import Part, StoredTensor
 from toolkit.quant.layers.forward import all_finite

@@ -13,7 +13,7 @@ from torch import Tensor
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.base.user_path import user_path
 from toolkit.errors import UsageError
-from toolkit.models.vision import PREFIX, VisionSpec
+from toolkit.models.eyes.vision import PREFIX, VisionSpec
 from toolkit.quant.layers.source import LayerSource
 from toolkit.runners.tensor.towers.encoders import encoder_of
 from toolkit.vision.eyes import Eyes

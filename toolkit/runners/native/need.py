@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from toolkit.models.eyes.vision import patch_numbers
 from toolkit.models.spec import DecoderSpec, Latent, Paged
-from toolkit.models.vision import patch_numbers
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.native.mixers import state_numbers
 from toolkit.runners.native.share import Share

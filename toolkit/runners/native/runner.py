@@ -17,7 +17,7 @@ from toolkit.artifacts.manifest import file_digest
 from toolkit.artifacts.weight_files.huge_pages import Mover, forget_pages
 from toolkit.base.threads import usable_cores
 from toolkit.errors import UsageError
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.pictures import Picture
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import (
     QUANT_POLICIES,

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, Dense, Fp4, GroupInt, Weight
 from toolkit.kernels.reference.linear import codes_per_byte
+from toolkit.models.eyes.vision import PREFIX
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.vision import PREFIX
 from toolkit.runners.tensor.build import Weights, for_kernels
 from toolkit.runners.tensor.layers.linear import Placement, becomes_dense
 from toolkit.runners.tensor.layers.lora import Adapters, adapter_bytes

@@ -19,9 +19,9 @@ from torch import Tensor
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, GroupInt, Weight
 from toolkit.errors import UsageError
 from toolkit.kernels import KernelError
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.pictures import Picture
+from toolkit.models.eyes.vision import patch_numbers
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.vision import patch_numbers
 from toolkit.runners.base import (
     QUANT_POLICIES,
     QUANT_POLICIES_TOLD,

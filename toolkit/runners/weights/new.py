@@ -49,8 +49,8 @@ def open_new_weights(
     or type than the model's. Matrices keep their type, since memory was planned for it; vectors may have any float.
     """
     from toolkit.artifacts.weights import validate_checkpoint
+    from toolkit.models.eyes.towers import names_of_sight
     from toolkit.models.registry import apply_overrides, load_spec
-    from toolkit.models.towers import names_of_sight
     from toolkit.runners.weights.checkpoint import CheckpointWeights
     from toolkit.runners.weights.rounded import rounded
 

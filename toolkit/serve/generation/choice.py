@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from toolkit.engine.request import Only
 from toolkit.messages import GenerationConfig
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.pictures import Picture
 from toolkit.parsers.formats import ReasoningFormat
 from toolkit.parsers.thinking import Begun
 from toolkit.serve.generation.sampling import choice_config

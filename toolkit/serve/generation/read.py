@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.pictures import Picture
 from toolkit.serve.fields.message import Message
 from toolkit.serve.fields.protocol import ChatCompletionRequest
 from toolkit.serve.fields.strict import Strict

@@ -1,4 +1,4 @@
-// The record of a draft head that draft_head.py writes, read with every size checked.
+// The record of a draft head that eagle3.py writes, read with every size checked.
 #include "draft/draft_head.h"
 #include "step/read.h"
 

@@ -16,9 +16,9 @@ from toolkit.artifacts.engine.artifact import ENGINE_JSON, Arrays, EngineArtifac
 from toolkit.artifacts.scales import AllScales, read_scales
 from toolkit.base.record import read
 from toolkit.errors import ToolkitError
+from toolkit.models.eyes.vision import PREFIX, sizes
 from toolkit.models.routed import ROUTED
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.vision import PREFIX, sizes
 from toolkit.runners.native.packing.packed import (
     DENSE,
     F16,

@@ -17,9 +17,9 @@ from torch import Tensor
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.outline import taller
 from toolkit.artifacts.rounding import to_group_int
+from toolkit.models.eyes.vision import PREFIX
 from toolkit.models.routed import ROUTED
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.vision import PREFIX
 from toolkit.runners.native.packing.agreement import Agreement
 from toolkit.runners.native.packing.head import quantize_head
 from toolkit.runners.native.packing.pack import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.models.vision import VisionSpec
+from toolkit.models.eyes.vision import VisionSpec
 from toolkit.runners.native.packing.packed import PackedWeights
 from toolkit.runners.native.towers.fine_tower import FineEncoder
 from toolkit.runners.native.towers.high_tower import HighEncoder

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from toolkit.models.fine import STEM, FineTower
-from toolkit.models.patches import between
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.fine import STEM, FineTower
+from toolkit.models.eyes.patches import between
+from toolkit.models.eyes.pictures import Picture
 from toolkit.runners.native.packing.packed import Floats, floats
 from toolkit.runners.native.tensors import Record, Tensors
 from toolkit.runners.native.towers.tower import NativeEncoder

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from toolkit.models.high import HighTower
-from toolkit.models.patches import resized
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.high import HighTower
+from toolkit.models.eyes.patches import resized
+from toolkit.models.eyes.pictures import Picture
 from toolkit.runners.native.packing.packed import LANES, Floats, PackedTensor, floats
 from toolkit.runners.native.tensors import Record, Tensors
 from toolkit.runners.native.towers.tower import NativeEncoder

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from toolkit.models.patches import Places
-from toolkit.models.pictures import Picture, framed
+from toolkit.models.eyes.patches import Places
+from toolkit.models.eyes.pictures import Picture, framed
 from toolkit.runners.native.packing.packed import Floats, floats
 from toolkit.runners.native.towers.tower import NativeEncoder
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from toolkit.models.patches import patch_grid
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.patches import patch_grid
+from toolkit.models.eyes.pictures import Picture
 from toolkit.runners.native.packing.packed import Floats, floats
 from toolkit.runners.native.towers.tower import NativeEncoder
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from toolkit.models.pictures import Picture
-from toolkit.models.vision import VisionSpec
+from toolkit.models.eyes.pictures import Picture
+from toolkit.models.eyes.vision import VisionSpec
 from toolkit.runners.base import RunnerError
 from toolkit.runners.native.packing.unpack import UnpackedWeights
 from toolkit.runners.tensor.devices.find import find_dtype

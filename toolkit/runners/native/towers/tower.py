@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.models.patches import Places, nearest, patch_grid, resized, sines, turns, windows
-from toolkit.models.pictures import Picture, shrunk, unpadded
+from toolkit.models.eyes.patches import Places, nearest, patch_grid, resized, sines, turns, windows
+from toolkit.models.eyes.pictures import Picture, shrunk, unpadded
+from toolkit.models.eyes.vision import MERGES, Stage, VisionSpec, tensors
 from toolkit.models.routed import routed_tensors
-from toolkit.models.vision import MERGES, Stage, VisionSpec, tensors
 from toolkit.runners.base import RunnerError
 from toolkit.runners.native import library
 from toolkit.runners.native.mixers import flat

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from toolkit.models.vision import BOUNDS, Stage, Tower
+from toolkit.models.eyes.vision import BOUNDS, Stage, Tower
 from toolkit.runners.native.mixers import ACTIVATIONS
 from toolkit.runners.native.packing.packed import DENSE, LANES, Floats, PackedMeta, PackedTensor, floats
 from toolkit.runners.native.tensors import Record, Tensors

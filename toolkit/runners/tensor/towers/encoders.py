@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.models.vision import VisionSpec
+from toolkit.models.eyes.vision import VisionSpec
 from toolkit.runners.tensor.towers.fine import FineEncoder
 from toolkit.runners.tensor.towers.high import HighEncoder
 from toolkit.runners.tensor.towers.overlap import OverlapEncoder

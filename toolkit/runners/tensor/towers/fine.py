@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from toolkit.models.fine import STEM
-from toolkit.models.pictures import Picture
-from toolkit.models.vision import Stage
+from toolkit.models.eyes.fine import STEM
+from toolkit.models.eyes.pictures import Picture
+from toolkit.models.eyes.vision import Stage
 from toolkit.runners.tensor.towers.vision import Encoder
 
 

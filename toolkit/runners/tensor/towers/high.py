@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from toolkit.models.pictures import Picture
-from toolkit.models.vision import Stage
+from toolkit.models.eyes.pictures import Picture
+from toolkit.models.eyes.vision import Stage
 from toolkit.runners.tensor.towers.vision import Encoder
 
 

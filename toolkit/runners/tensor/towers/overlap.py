@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit.models.pictures import Picture, framed
-from toolkit.models.vision import Stage
+from toolkit.models.eyes.pictures import Picture, framed
+from toolkit.models.eyes.vision import Stage
 from toolkit.runners.tensor.towers.vision import Encoder
 
 BEGIN, END, PATCH, COLUMN = range(4)  # which of the vectors of extra tokens stands for what

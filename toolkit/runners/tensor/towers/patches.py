@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from toolkit.models.vision import MERGES, Stage
+from toolkit.models.eyes.vision import MERGES, Stage
 
 
 def joined(tiles: Tensor, grid: tuple[int, int]) -> Tensor:

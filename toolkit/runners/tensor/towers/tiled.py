@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from toolkit.models.patches import patch_grid
-from toolkit.models.pictures import Picture
+from toolkit.models.eyes.patches import patch_grid
+from toolkit.models.eyes.pictures import Picture
 from toolkit.runners.tensor.towers.vision import Encoder
 
 WHOLE = 8  # of which each tile's tokens are a multiple, zeros behind them

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from toolkit.artifacts.canonical import Dense
-from toolkit.models.patches import Places, nearest, patch_grid, sines, turns, windows
-from toolkit.models.pictures import Picture, shrunk, unpadded
-from toolkit.models.vision import BOUNDS, Stage, VisionSpec, tensors
+from toolkit.models.eyes.patches import Places, nearest, patch_grid, sines, turns, windows
+from toolkit.models.eyes.pictures import Picture, shrunk, unpadded
+from toolkit.models.eyes.vision import BOUNDS, Stage, VisionSpec, tensors
 from toolkit.runners.tensor.towers.patches import joined, lined, merged, ordered, turned
 
 ACTIVATIONS = {

@@ -8,8 +8,8 @@ from typing import Any
 from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import Runner
+from toolkit.runners.drafts.paged import options_of
 from toolkit.runners.native.runner import NativeRunner
-from toolkit.runners.paged_head import options_of
 from toolkit.runners.weights.rounded import rounded
 
 

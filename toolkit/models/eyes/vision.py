@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from toolkit.base.record import later
-from toolkit.models.fine import FineTower, fine_tensors
-from toolkit.models.high import HighTower, high_tensors
+from toolkit.models.eyes.fine import FineTower, fine_tensors
+from toolkit.models.eyes.high import HighTower, high_tensors
 from toolkit.models.routed import Routed, routed_tensors
 
 Shapes = dict[str, tuple[int, ...]]

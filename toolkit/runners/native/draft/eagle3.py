@@ -16,7 +16,7 @@ from toolkit.artifacts.drafts.draft_head import HeadSpec
 from toolkit.artifacts.weight_files.safetensors_file import widened
 from toolkit.models.rope import inv_freq
 from toolkit.runners.base import RunnerError
-from toolkit.runners.head import F32, I64, Drawn, Rows
+from toolkit.runners.drafts.head import F32, I64, Drawn, Rows
 from toolkit.runners.native import library
 from toolkit.runners.native.mixers import flat
 from toolkit.runners.native.packing.pack_model import pack_head

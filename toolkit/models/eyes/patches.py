@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.models.vision import Tower
+from toolkit.models.eyes.vision import Tower
 
 Places = list[tuple[int, int]]  # rows and columns of the patches of each tile
 Floats = NDArray[np.float32]

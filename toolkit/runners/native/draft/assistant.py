@@ -8,10 +8,10 @@ from typing import Any
 from toolkit.errors import UsageError
 from toolkit.models.spec import AssistantSpec
 from toolkit.runners.base import Runner
-from toolkit.runners.head import F32
+from toolkit.runners.drafts.head import F32
+from toolkit.runners.drafts.paged import options_of
 from toolkit.runners.native.packing.packed import floats
 from toolkit.runners.native.runner import NativeRunner
-from toolkit.runners.paged_head import options_of
 
 
 def run_beside(

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import ToolkitError
+from toolkit.models.eyes.pictures import Recipe
+from toolkit.models.eyes.vision import PREFIX, Tower, VisionSpec
 from toolkit.models.gguf import Gguf
-from toolkit.models.pictures import Recipe
-from toolkit.models.vision import PREFIX, Tower, VisionSpec
 
 BREAK = "v.token_embd.img_break"  # the embedding of what stands between a picture's lines, for towers that have lines
 # Canonical names of the tower, ``vision.`` and layers' numbers apart → stems of tensors there.

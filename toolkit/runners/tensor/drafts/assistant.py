@@ -9,8 +9,8 @@ from typing import Any
 from toolkit.errors import UsageError
 from toolkit.models.spec import AssistantSpec
 from toolkit.runners.base import Runner
-from toolkit.runners.head import F32
-from toolkit.runners.paged_head import options_of
+from toolkit.runners.drafts.head import F32
+from toolkit.runners.drafts.paged import options_of
 from toolkit.runners.tensor.layers.norms import Norm
 from toolkit.runners.tensor.runner import TensorRunner
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from toolkit.models.assistant import ORDERING, Assistant
+from toolkit.models.drafts.assistant import ORDERING, Assistant
 from toolkit.models.spec import AssistantSpec
 from toolkit.runners.base import MemoryNeed, RunnerError
-from toolkit.runners.head import F32, I64, Drawn, Rows
+from toolkit.runners.drafts.head import F32, I64, Drawn, Rows
 from toolkit.runners.step import NONE, SamplingBatch, StepBatch
 
 if TYPE_CHECKING:

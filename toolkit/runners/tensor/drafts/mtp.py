@@ -14,9 +14,9 @@ from toolkit.artifacts.engine.artifact import ENGINE_JSON, TORCH_TARGET, EngineA
 from toolkit.artifacts.engine.torch_target import TorchWeights
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import MtpSpec
-from toolkit.runners.head import F32
-from toolkit.runners.mtp import MtpHead
-from toolkit.runners.paged_head import options_of
+from toolkit.runners.drafts.head import F32
+from toolkit.runners.drafts.mtp import MtpHead
+from toolkit.runners.drafts.paged import options_of
 from toolkit.runners.tensor.cuda_artifact import CudaWeights
 from toolkit.runners.tensor.layers.norms import Norm
 from toolkit.runners.tensor.runner import TensorRunner

@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.models.fine import STEM
-from toolkit.models.videos import Frame, Video
+from toolkit.models.eyes.fine import STEM
+from toolkit.models.eyes.videos import Frame, Video
 
 MOST_TILES = 24  # that a request may have a picture cut into, of kind "tiles"
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from toolkit.models.spec import MtpSpec
-from toolkit.runners.head import F32
-from toolkit.runners.mtp import MtpHead
+from toolkit.runners.drafts.head import F32
+from toolkit.runners.drafts.mtp import MtpHead
+from toolkit.runners.drafts.paged import options_of
 from toolkit.runners.native.packing.packed import PackedTensor, floats
 from toolkit.runners.native.runner import NativeRunner
-from toolkit.runners.paged_head import options_of
 
 
 class NativeMtp(MtpHead):

@@ -10,10 +10,10 @@ from typing import Any
 
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.decoder import Built
+from toolkit.models.eyes.vision import PREFIX, Stage, Tower, VisionSpec, tensors
 from toolkit.models.registry import find_family
 from toolkit.models.registry import names as families
 from toolkit.models.spec import DecoderSpec, LayerSpec, Part, StoredTensor
-from toolkit.models.vision import PREFIX, Stage, Tower, VisionSpec, tensors
 
 Spelling = Mapping[str, str]
 """Part of a canonical name → how checkpoints spell it; ``{}`` is the layer's number."""

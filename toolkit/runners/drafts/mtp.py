@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from toolkit.models.spec import MtpSpec, NormSpec
 from toolkit.runners.base import MemoryNeed
-from toolkit.runners.head import F32, Drawn, Rows
-from toolkit.runners.paged_head import PagedHead
+from toolkit.runners.drafts.head import F32, Drawn, Rows
+from toolkit.runners.drafts.paged import PagedHead
 from toolkit.runners.step import NONE, StepOutput
 
 

@@ -1,4 +1,4 @@
-"""A draft head (EAGLE-3) on the tensor runner's device, in float32; ``native/draft_head.py`` has the host's."""
+"""A draft head (EAGLE-3) on the tensor runner's device, in float32; ``native/draft/eagle3.py`` has the host's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from toolkit.artifacts.drafts.draft_head import HeadSpec
 from toolkit.artifacts.weight_files.safetensors_file import widened
 from toolkit.models.rope import inv_freq
-from toolkit.runners.head import F32, I64, Drawn, Rows
+from toolkit.runners.drafts.head import F32, I64, Drawn, Rows
 
 QUERIES = 256  # of a text, whose scores are held at once
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from toolkit.models.spec import DFlashSpec
 from toolkit.runners.base import MemoryNeed, RunnerError
-from toolkit.runners.head import F32, Rows
-from toolkit.runners.paged_head import PagedHead, Text
+from toolkit.runners.drafts.head import F32, Rows
+from toolkit.runners.drafts.paged import PagedHead, Text
 
 I64 = NDArray[np.int64]
 
