@@ -377,7 +377,7 @@ def test_adapters_and_layers_that_do_not_load() -> None:
     assert refused(lambda: adapters.load(1, Path("x"), digest=False), ToolkitError) == "x: no room"
     head: Any = SimpleNamespace(load=failing, name="mtp")
     layer = OpenMtp("m", head, 2, True)
-    told = "speculative_algorithm: mtp: m: its layer cannot be loaded: no room"
+    told = "speculative_algorithm: mtp: m: its MTP layer cannot be loaded: no room"
     assert refused(lambda: layer.load(None), ToolkitError) == told  # type: ignore[arg-type]
     target: Any = SimpleNamespace(spec=SimpleNamespace(final_norm=SimpleNamespace(kind="layer")))
     told = "speculative_draft_model: e: reads a model with an RMS norm at its end, this one has layer"

@@ -25,10 +25,12 @@ from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.load.ranks import check, leads, nodes_of
 from toolkit.engine.process import frontend
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.parallel import nodes as module
+from toolkit.parallel import door as module
+from toolkit.parallel import nodes
+from toolkit.parallel.door import Door
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
-from toolkit.parallel.nodes import KEY, Door, Nodes, about
+from toolkit.parallel.nodes import KEY, Nodes, about
 from toolkit.parallel.runner import RankedRunner
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
@@ -80,7 +82,7 @@ def test_a_first_machine_that_is_gone_is_looked_for(
     path = tiny_models("llama")
     other = second(model(path))
     ranks = RankedRunner(model(path), LAYOUT, Nodes(2, 0, "127.0.0.1", port))
-    monkeypatch.setattr(module, "COME_SECONDS", 0.5)
+    monkeypatch.setattr(nodes, "COME_SECONDS", 0.5)
     ranks._ranks.end()  # without a word, as when it is killed
     assert f"nobody is at 127.0.0.1:{port}" in other.end()
     ranks.close()
@@ -96,7 +98,7 @@ def test_another_key_is_turned_away_and_who_is_missing_is_named(
     door: Door, second: Any, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = model(tiny_models("llama"))
-    monkeypatch.setattr(module, "COME_SECONDS", 3.0)
+    monkeypatch.setattr(nodes, "COME_SECONDS", 3.0)
     monkeypatch.setenv(KEY, "another")
     other = second(told)
     with pytest.raises(ToolkitError, match=r"rank 1 \(node_rank 1\): not come to 127\.0\.0\.1:\d+ within 3 s"):
@@ -124,7 +126,7 @@ def test_machines_that_are_not_alike(
 
 def test_a_stranger_is_no_hindrance(door: Door, port: int, tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GREET_SECONDS", 1.0)
-    monkeypatch.setattr(module, "COME_SECONDS", 3.0)
+    monkeypatch.setattr(nodes, "COME_SECONDS", 3.0)
     told = model(tiny_models("llama"))
     with socket.create_connection(("127.0.0.1", port)) as one, socket.create_connection(("127.0.0.1", port)) as two:
         one.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -136,7 +138,7 @@ def test_a_stranger_is_no_hindrance(door: Door, port: int, tiny_models: Any, mon
 def test_however_many_say_nothing_others_are_heard(
     door: Door, port: int, second: Any, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "COME_SECONDS", 60.0)
+    monkeypatch.setattr(nodes, "COME_SECONDS", 60.0)
     monkeypatch.setattr(module, "GREET_SECONDS", 50.0)
     told = model(tiny_models("llama"))
     with ExitStack() as silent:
@@ -152,7 +154,7 @@ def test_one_whose_bytes_come_one_by_one_is_turned_away(
     door: Door, port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "GREET_SECONDS", 1.0)
-    monkeypatch.setattr(module, "COME_SECONDS", 1.5)
+    monkeypatch.setattr(nodes, "COME_SECONDS", 1.5)
     with socket.create_connection(("127.0.0.1", port)) as slow:
         slow.sendall(b"\x00\x00\x00\x14")
 

@@ -10,10 +10,11 @@ import pytest
 
 from tests.support.refused import refusing
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.parallel.door import Door
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.links import link_of
 from toolkit.parallel.model import Model
-from toolkit.parallel.nodes import Door, Nodes, serve
+from toolkit.parallel.nodes import Nodes, serve
 from toolkit.runners.base import RunnerOptions
 
 refused = refusing(UsageError)

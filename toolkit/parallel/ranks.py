@@ -20,7 +20,8 @@ from toolkit.base import child_process
 from toolkit.base.threads import usable_cores
 from toolkit.errors import ToolkitError
 from toolkit.parallel import wire
-from toolkit.parallel.nodes import STEP_SECONDS, WORKERS, Door, Nodes, limit
+from toolkit.parallel.door import Door
+from toolkit.parallel.nodes import STEP_SECONDS, WORKERS, Nodes, limit
 
 OPEN_SECONDS = 300.0  # that a rank may take to start and to open the model
 LOAD_SECONDS = 3600.0  # … and to load its part

@@ -74,7 +74,9 @@ def _outside(s: Sublayer, model: DecoderSpec) -> Sublayer:
     alike = [(i, a) for i, a in model.attention_layers() if (a.window is None) == (mine.window is None)]
     sees = "everything" if mine.window is None else "a window"
     if not alike:
-        raise UsageError(f"has a layer that sees {sees}, the model has none that it could read")
+        raise UsageError(
+            f"has a layer that sees {sees}, the model has none that it could read; use the model's own assistant"
+        )
     source, theirs = alike[-1]
     if theirs.sink_tokens:
         raise UsageError("reads no cache that keeps first tokens beside a window; leave kv_window out")
