@@ -122,7 +122,7 @@ def test_what_is_none_for_a_model_is_refused_in_a_line(tiny_models: Any, dflash:
     refused(".*is no DFlash draft", draft=path, speculative_algorithm="dflash")
     refused(".*dflash_config: mask_token_id", draft=changed("none", dflash_config=None))
     ids = {"mask_token_id": 7, "target_layer_ids": [0, 99]}
-    refused(".*target_layer_ids: .* numbers below", draft=changed("far", dflash_config=ids))
+    refused(".*target_layer_ids: .* different numbers below", draft=changed("far", dflash_config=ids))
     refused(".*block_size: ", draft=changed("odd", block_size=1))
     refused(".*expected a tensor fc.weight .*, found none", draft=changed("lacks", "fc.weight"))
     name = "layers.1.mlp.up_proj.weight"

@@ -156,9 +156,7 @@ class StepBatch:
     aux_index: I32 = field(default_factory=_none)  # … comes back of these flat tokens
     embeds: F32 | None = None  # [E, hidden, and more for deep branches] rows that replace the embedding of …
     embed_index: I32 = field(default_factory=_none)  # … these flat tokens
-    fills: bool = (
-        False  # of each token ``embeds`` are what all layers' keys and values are made of: no more is computed
-    )
+    fills: bool = False  # keys and values of all layers are made of ``embeds``, a row a token, and nothing else
     routed: I32 = field(default_factory=_none)  # flat tokens with linears of their own
     # (first, stop, sequence) of flat tokens that see each other both ways; the last is the last of its run
     mutual: I32 = field(default_factory=lambda: np.zeros((0, 3), np.int32))  # [M, 3]

@@ -76,6 +76,7 @@ def _taps(config: Fields, layers: int, own: int) -> tuple[int, ...]:
         last = layers - 3
         found = [layers // 2] if own == 1 else [round(1 + i * (last - 1) / (own - 1)) for i in range(own)]
     good = isinstance(found, list) and 0 < len(found) <= MOST_TAPS
-    if not good or any(type(i) is not int or not 0 <= i < layers for i in found):
-        config.fail("target_layer_ids", found, f"1 to {MOST_TAPS} numbers below {layers}, the model's layers")
+    good = good and all(type(i) is int and 0 <= i < layers for i in found) and len(set(found)) == len(found)
+    if not good:
+        config.fail("target_layer_ids", found, f"1 to {MOST_TAPS} different numbers below {layers}, the model's layers")
     return tuple(i + 1 for i in found)
