@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from toolkit.artifacts.alike import files_of_all
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.manifest import content_digest
 from toolkit.convert.convert import convert
 from toolkit.convert.formats import rewrite
 from toolkit.errors import ToolkitError
+from toolkit.serve.fleet.catalog import Listed
 
 
 @pytest.fixture(scope="module", params=[False, True])
@@ -54,6 +56,8 @@ def test_each_part_counts_as_content(split: tuple[Path, list[Path]], tmp_path: P
     for part in split[1]:
         shutil.copy(part, tmp_path)
     first = tmp_path / split[1][0].name
+    assert Listed("m", str(first)).weight_bytes() == sum(part.stat().st_size for part in split[1])
+    assert [file.name for file in files_of_all(first)] == [part.name for part in split[1]]
     before = content_digest(first)
     last = tmp_path / split[1][-1].name
     last.write_bytes(last.read_bytes()[:-1] + b"\x01")

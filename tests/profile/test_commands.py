@@ -43,8 +43,9 @@ def test_throughput(run: Run, tiny_models: Any, tmp_path: Path) -> None:
     assert list(figures) == THROUGHPUT_KEYS
     assert (figures["completed"], figures["total_input_tokens"], figures["total_output_tokens"]) == (6, 120, 30)
     assert figures["output_throughput"] == pytest.approx(30 / figures["duration"])
-    assert 0 < figures["mean_ttft_ms"] < figures["mean_e2e_latency_ms"]
-    assert figures["mean_tpot_ms"] > 0 and figures["mean_itl_ms"] > 0
+    # on a busy machine all tokens may be seen at once
+    assert 0 < figures["mean_ttft_ms"] <= figures["mean_e2e_latency_ms"]
+    assert figures["mean_tpot_ms"] >= 0 and figures["mean_itl_ms"] >= 0
     rows = list(csv.DictReader((tmp_path / "a.csv").open()))
     assert len(rows) == 1 and float(rows[0]["completed"]) == 6
     assert (tmp_path / "a.png").stat().st_size > 10_000

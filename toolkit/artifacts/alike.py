@@ -7,6 +7,7 @@ from pathlib import Path
 
 from toolkit.artifacts.engine.artifact import is_rank_file
 from toolkit.artifacts.manifest import scales_file
+from toolkit.artifacts.weight_files.find import gguf_parts
 
 SMALL = 1 << 20  # bytes of files that are compared as a whole; of larger ones the sizes
 
@@ -14,7 +15,7 @@ SMALL = 1 << 20  # bytes of files that are compared as a whole; of larger ones t
 def files_of_all(path: Path) -> list[Path]:
     """Of a model those files that every machine has: not what one rank alone opens."""
     if path.is_file():
-        return [file for file in (path, scales_file(path)) if file.is_file()]
+        return [file for file in (*gguf_parts(path), scales_file(path)) if file.is_file()]
     return sorted(file for file in path.iterdir() if file.is_file() and not is_rank_file(file.name))
 
 

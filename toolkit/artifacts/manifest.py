@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.json_file import finite, read_json, write_json_object
-from toolkit.artifacts.weight_files.find import pickled_weights
+from toolkit.artifacts.weight_files.find import gguf_parts, pickled_weights
 from toolkit.artifacts.weight_files.safetensors_file import MAX_HEADER
 from toolkit.base.record import later, plain, read
 from toolkit.errors import ToolkitError
@@ -280,9 +280,7 @@ def content_files(path: Path) -> list[Path]:
     """A GGUF file with its scales and what it may see with beside it, or the files of a model directory that count as
     its content, by name."""
     if path.is_file():
-        from toolkit.artifacts.gguf.parts import part_names
-
-        beside = [*(path.with_name(name) for name in part_names(path)), *path.parent.glob(EYES), scales_file(path)]
+        beside = [*gguf_parts(path), *path.parent.glob(EYES), scales_file(path)]
         return [path, *(file for file in sorted(beside) if file != path and file.is_file())]
     found = {file for pattern in _CONTENT for file in path.glob(pattern) if file.is_file()} - {path / MANIFEST}
     return sorted(found.union(pickled_weights(path)))

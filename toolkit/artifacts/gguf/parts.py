@@ -3,26 +3,15 @@ has the metadata, each file a part of the tensors."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.gguf.container import GgufContainer, read_container
+from toolkit.artifacts.weight_files.find import GGUF_PART, gguf_parts
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 
-_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
-_MOST = 10_000
-
-
-def part_names(path: Path) -> list[str]:
-    """The names of all files of the model whose first is ``path``, by its name; that alone where it is no part."""
-    found = _NAME.fullmatch(path.name)
-    if found is None or int(found[2]) != 1 or not 1 < int(found[3]) <= _MOST:
-        return [path.name]
-    return [f"{found[1]}-{i:05d}-of-{found[3]}{found[4]}" for i in range(1, int(found[3]) + 1)]
 
 
 def join_parts(first: GgufContainer) -> GgufContainer:
@@ -31,12 +20,12 @@ def join_parts(first: GgufContainer) -> GgufContainer:
     count = _whole(first, _COUNT, 1)
     if count < 2:
         return first
-    path, names = first.path, part_names(first.path)
-    if len(names) != count:
-        one = _NAME.fullmatch(path.name)
+    path, files = first.path, gguf_parts(first.path)
+    if len(files) != count:
+        one = GGUF_PART.fullmatch(path.name)
         told = f"open {one[1]}-00001-of-{one[3]}{one[4]}" if one else f"expected …-00001-of-{count:05d}.gguf for a name"
         raise ToolkitError(f"{path}: is file {_whole(first, _NUMBER, 0) + 1} of the {count} of a model; {told}")
-    parts = [first, *(read_container(path.with_name(name)) for name in names[1:])]
+    parts = [first, *map(read_container, files[1:])]
     tensors: dict[str, TensorInfo] = {}
     more, base = [], 0
     for i, part in enumerate(parts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +18,9 @@ PICKLED = (".bin", ".pth", ".pt")  # how names of files of torch.save end
 _PICKLED_INDEX = "pytorch_model.bin.index.json"
 # Of torch.save, the first of these that is there: as transformers names them, as Meta does, whatever there is.
 _PICKLED_NAMES = ("pytorch_model.bin", "pytorch_model-*.bin", "consolidated.*.pth", "*.bin", "*.pth", "*.pt")
+# A model in several GGUF files, as llama.cpp and gguf-py name them: NAME-00001-of-00003.gguf
+GGUF_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
+_MOST_PARTS = 10_000
 # What a training leaves beside the weights, and macOS beside every file it copies.
 _OTHERS = (
     ".", "adapter_model", "optimizer", "random_states", "rng_state", "scheduler", "trainer_state", "training_args"
@@ -77,3 +81,11 @@ def file_headers(files: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Tensor
 def _tell_pickles(files: tuple[Path, ...]) -> None:
     names = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
     log.warning("%s: %s of torch.save: read as data, no code in them runs", files[0].parent, names)
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """All files of the model whose first is the GGUF file ``path``, by its name; that alone where it is no part."""
+    found = GGUF_PART.fullmatch(path.name)
+    if found is None or int(found[2]) != 1 or not 1 < int(found[3]) <= _MOST_PARTS:
+        return [path]
+    return [path.with_name(f"{found[1]}-{i:05d}-of-{found[3]}{found[4]}") for i in range(1, int(found[3]) + 1)]
