@@ -122,6 +122,7 @@ def test_what_is_none_for_a_model_is_refused_in_a_line(tiny_models: Any, assista
     refused(".*is an assistant, no head; use mtp", speculative_algorithm="eagle3")
     refused(".*is no assistant, as mtp expects", draft=path, speculative_algorithm="mtp")
     refused(".*reads the cache of one rank", tp=2)
+    refused(".*Gemma4AssistantForCausalLM needs keys", draft=changed("listed", model_type=[]))
     refused(".*text_config: expected an object", draft=changed("flat", text_config=None))
     refused(".*num_centroids: found 7, expected a divisor of", draft=changed("odd", num_centroids=7))
     name = "pre_projection.weight"
