@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.inspect import inspect
 from toolkit.artifacts.manifest import content_digest
 from toolkit.convert.convert import convert
 from toolkit.convert.formats import rewrite
 from toolkit.errors import ToolkitError
+from toolkit.serve.ollama.cards import Listed
 
 
 @pytest.fixture(scope="module", params=[False, True])
@@ -48,6 +50,12 @@ def test_parts_are_the_model_that_they_were(split: tuple[Path, list[Path]], tmp_
         assert one.tensor(name).equal(several.tensor(name)), name
     packed = [convert(str(path), tmp_path / path.stem, quiet=True).path for path in (whole, parts[0])]
     assert len({(path / "engine.safetensors").read_bytes() for path in packed}) == 1
+
+
+def test_the_size_is_that_of_all_parts(split: tuple[Path, list[Path]]) -> None:
+    size = sum(part.stat().st_size for part in split[1])
+    assert inspect(split[1][0]).record["size_bytes"] == size
+    assert Listed("m", path=split[1][0]).card()["size"] == size
 
 
 def test_each_part_counts_as_content(split: tuple[Path, list[Path]], tmp_path: Path) -> None:

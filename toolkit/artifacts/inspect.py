@@ -11,6 +11,7 @@ from toolkit.artifacts.cache_cost import read_cost
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.engine.artifact import EngineArtifact, rank_file
 from toolkit.artifacts.engine.files import open_engine
+from toolkit.artifacts.gguf.parts import part_names
 from toolkit.artifacts.manifest import Manifest, check_files, hub_origin, read_manifest
 from toolkit.artifacts.weight_files.find import PICKLED
 from toolkit.base.figures import rise, written
@@ -66,7 +67,8 @@ def _checkpoint(path: Path, kind: str | None) -> Checkpoint | None:
 
 
 def _plain_record(path: Path) -> dict[str, Any]:
-    members = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    inside = (path.with_name(name) for name in part_names(path)) if path.is_file() else sorted(path.iterdir())
+    members = [file for file in inside if file.is_file()]
     files = [{"name": file.name, "size": file.stat().st_size, "sha256": None} for file in members]
     hub_id, revision = hub_origin(path)
     parent = {"path": hub_id, "hub_id": hub_id, "revision": revision, "digest": None, "manifest": None}

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from toolkit.artifacts.gguf.parts import part_names
 from toolkit.artifacts.weight_files.find import pickled_weights
 
 MOST_NAME = 256  # characters
@@ -19,9 +20,10 @@ def good_name(name: Any) -> bool:
 
 
 def weight_files(path: Path | None) -> list[Path]:
-    """The files of weights of a directory, by name, or the file itself; none where there is nothing."""
+    """The files of weights of a directory, by name, or the file itself with its further parts; none where there is
+    nothing."""
     if path is None or not path.is_dir():
-        return [path] if path is not None and path.is_file() else []
+        return [] if path is None else [file for file in map(path.with_name, part_names(path)) if file.is_file()]
     found = [file for file in sorted(path.iterdir()) if file.suffix in (".safetensors", ".gguf") and file.is_file()]
     return found or pickled_weights(path)
 
