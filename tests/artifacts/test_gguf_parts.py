@@ -68,6 +68,14 @@ def test_each_part_counts_as_content(split: tuple[Path, list[Path]], tmp_path: P
     assert content_digest(first) != before
 
 
+def test_a_broken_file_beside_parts_is_theirs(split: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    """As it is one file's alone: they are no models of their own, whose it might be."""
+    parts = [Path(shutil.copy(part, tmp_path)) for part in split[1]]
+    (tmp_path / "mmproj-f16.gguf").write_bytes(b"GGUF" * 20)
+    with pytest.raises(ToolkitError, match=r"mmproj-f16\.gguf"):
+        open_checkpoint(parts[0])
+
+
 def test_what_lacks_or_is_none_of_them_is_told(split: tuple[Path, list[Path]], tmp_path: Path) -> None:
     parts = [Path(shutil.copy(part, tmp_path)) for part in split[1]]
     with pytest.raises(ToolkitError, match=rf"is file 2 of the {len(parts)} of a model; open {parts[0].name}"):
