@@ -323,6 +323,19 @@ def test_three_ends_of_answers_are_written(tiny_models: Any, tmp_path: Path, hom
     assert {0, 2, 3} <= set(Tokenizer.open(open_checkpoint(tmp_path / "m.gguf").tokenizer_dir).eos_ids)
 
 
+def test_tokens_that_are_never_drawn_are_kept(tiny_models: Any, tmp_path: Path, home: Path) -> None:
+    """As llama.cpp's converter writes Gemma 4's, and its sampler reads them."""
+    from toolkit.artifacts.text.suppressed import suppressed_tokens
+    from toolkit.convert.formats import rewrite
+
+    path = tmp_path / "model"
+    shutil.copytree(tiny_models("llama"), path)
+    (path / "generation_config.json").write_text(json.dumps({"suppress_tokens": [9, 7, 5000]}))
+    rewrite(str(path), tmp_path / "m.gguf", to="gguf")
+    assert read_container(tmp_path / "m.gguf").metadata["tokenizer.ggml.suppress_tokens"].tolist() == [9, 7]
+    assert suppressed_tokens(open_checkpoint(tmp_path / "m.gguf").tokenizer_dir, 320) == (9, 7)
+
+
 def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
     """Merges follow the scores, spaces become ▁, unknown characters fall back to bytes, and a space is put in front."""
     from toolkit.artifacts.gguf.tokenizer import build_tokenizer

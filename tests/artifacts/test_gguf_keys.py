@@ -19,6 +19,7 @@ GOOD = {
     "tokenizer.ggml.merges": [],
     "tokenizer.ggml.scores": np.zeros(2, "<f4"),
     "tokenizer.ggml.token_type": np.ones(2, "<i4"),
+    "tokenizer.ggml.suppress_tokens": np.ones(2, "<i4"),
     "tokenizer.ggml.add_bos_token": True,
     "tokenizer.ggml.eot_token_id": 1,
     "tokenizer.chat_template": "{{ messages }}",

@@ -10,11 +10,13 @@ import pytest
 
 from toolkit.artifacts.alike import files_of_all
 from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.inspect import inspect
 from toolkit.artifacts.manifest import content_digest
 from toolkit.convert.convert import convert
 from toolkit.convert.formats import rewrite
 from toolkit.errors import ToolkitError
 from toolkit.serve.fleet.catalog import Listed
+from toolkit.serve.ollama.cards import Listed as Card
 
 
 @pytest.fixture(scope="module", params=[False, True])
@@ -52,6 +54,12 @@ def test_parts_are_the_model_that_they_were(split: tuple[Path, list[Path]], tmp_
     assert len({(path / "engine.safetensors").read_bytes() for path in packed}) == 1
 
 
+def test_the_size_is_that_of_all_parts(split: tuple[Path, list[Path]]) -> None:
+    size = sum(part.stat().st_size for part in split[1])
+    assert inspect(split[1][0]).record["size_bytes"] == size
+    assert Card("m", path=split[1][0]).card()["size"] == size
+
+
 def test_each_part_counts_as_content(split: tuple[Path, list[Path]], tmp_path: Path) -> None:
     for part in split[1]:
         shutil.copy(part, tmp_path)
@@ -62,6 +70,14 @@ def test_each_part_counts_as_content(split: tuple[Path, list[Path]], tmp_path: P
     last = tmp_path / split[1][-1].name
     last.write_bytes(last.read_bytes()[:-1] + b"\x01")
     assert content_digest(first) != before
+
+
+def test_a_broken_file_beside_parts_is_theirs(split: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    """As it is one file's alone: they are no models of their own, whose it might be."""
+    parts = [Path(shutil.copy(part, tmp_path)) for part in split[1]]
+    (tmp_path / "mmproj-f16.gguf").write_bytes(b"GGUF" * 20)
+    with pytest.raises(ToolkitError, match=r"mmproj-f16\.gguf"):
+        open_checkpoint(parts[0])
 
 
 def test_what_lacks_or_is_none_of_them_is_told(split: tuple[Path, list[Path]], tmp_path: Path) -> None:

@@ -128,6 +128,10 @@ DISAGREE = "config.json and weights disagree"
         (key(f"{T}.merges", None), f"{T}.merges: expected a list of strings, found None"),
         (key(f"{T}.merges", ["ab"]), f"{T}.merges: expected pairs of tokens, found 'ab'"),
         (key(f"{T}.merges", ["zz yy"]), f"{T}.merges: Error while initializing BPE: Token `zz` out of vocabulary"),
+        (
+            key(f"{T}.suppress_tokens", np.array([1, 320])),
+            f"{T}.suppress_tokens: expected token ids below 320, found [1, 320]",
+        ),
         (key(f"{T}.unknown_token_id", 320), f"{T}.unknown_token_id: expected a token id below 320, found 320"),
         (key("llama.rope.scaling.type", "spiral"), "llama.rope.scaling.type: expected linear or yarn, found 'spiral'"),
         (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.test_mtp import Made, answers_of
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.engine.load.mtp import open_assistant_model
 from toolkit.errors import ToolkitError
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.choose import open_runner
 from toolkit.runners.native import library
+from toolkit.runners.tensor.runner import TensorRunner
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library is not here")
 KINDS = {"small": ("gemma4_text", 0, False), "mixed": ("gemma4_text", 1, True), "sees": ("gemma4", 0, True)}
@@ -96,6 +102,23 @@ def test_it_is_found_sleeps_and_meets_new_weights(
         assert [draft.name for draft in p.engine._loop._core.speculator.drafts] == ["mtp"]
 
 
+def test_a_cache_that_is_given_back_is_not_held(tiny_models: Any, assistant: Any, tmp_path: Path) -> None:
+    """Two of them would not fit a GPU, where a new one is made behind failures."""
+    path = tiny_models("gemma4_text")
+    target, _ = open_runner(path, backend="pytorch", options=RunnerOptions(dtype="float32"))
+    beside = open_assistant_model(assistant.write_assistant(path, tmp_path / "small"), target)
+    target.load_weights()
+    target.allocate_cache((4,) * len(target.spec.cache_groups))
+    beside.head.load(())
+    assert isinstance(target, TensorRunner) and isinstance(beside.head.runner, TensorRunner)
+    cache = weakref.ref(beside.head.runner._ready().cache)
+    target.release_cache()
+    gc.collect()
+    assert cache() is None
+    beside.close()
+    target.close()
+
+
 def test_what_is_none_for_a_model_is_refused_in_a_line(tiny_models: Any, assistant: Any, tmp_path: Path) -> None:
     from toolkit import pipeline
 
@@ -122,6 +145,7 @@ def test_what_is_none_for_a_model_is_refused_in_a_line(tiny_models: Any, assista
     refused(".*is an assistant, no head; use mtp", speculative_algorithm="eagle3")
     refused(".*is no assistant, as mtp expects", draft=path, speculative_algorithm="mtp")
     refused(".*reads the cache of one rank", tp=2)
+    refused(".*Gemma4AssistantForCausalLM needs keys", draft=changed("listed", model_type=[]))
     refused(".*text_config: expected an object", draft=changed("flat", text_config=None))
     refused(".*num_centroids: found 7, expected a divisor of", draft=changed("odd", num_centroids=7))
     name = "pre_projection.weight"

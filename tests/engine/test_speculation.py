@@ -543,6 +543,18 @@ def test_what_a_draft_held_as_it_failed_is_gone_as_it_is_closed() -> None:
     assert speculator.choose([seq]) == {} and held == [None]
 
 
+def test_nothing_is_computed_for_a_draft_that_has_failed(fake: Any) -> None:
+    draft = Priced(0.9, 0.0)
+    draft.aux_layers = (0,)
+    draft.propose = lambda asked: [][1]  # type: ignore[method-assign]
+    core = fake.make_core((None,), VOCAB, speculation=Speculation(most=4, always=True))
+    core = EngineCore(core.runner, core.options, None, drafts=[draft])
+    wanted, submit = [], core.runner.submit
+    core.runner.submit = lambda batch: wanted.append(batch.aux_layers) or submit(batch)
+    fake.ask(core, [1, 2], 9)
+    assert wanted[0] == (0,) and wanted[-1] == ()
+
+
 @pytest.mark.parametrize("free", [False, True])
 def test_a_draft_that_fails_is_asked_no_more(free: bool) -> None:
     draft = Poor() if free else Priced(0.9, 0.0)

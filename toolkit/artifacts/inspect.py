@@ -12,7 +12,7 @@ from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.engine.artifact import EngineArtifact, rank_file
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import Manifest, check_files, hub_origin, read_manifest
-from toolkit.artifacts.weight_files.find import PICKLED
+from toolkit.artifacts.weight_files.find import PICKLED, gguf_parts
 from toolkit.base.figures import rise, written
 from toolkit.models.eyes.vision import VisionSpec
 from toolkit.models.registry import language_fields
@@ -66,7 +66,8 @@ def _checkpoint(path: Path, kind: str | None) -> Checkpoint | None:
 
 
 def _plain_record(path: Path) -> dict[str, Any]:
-    members = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    inside = gguf_parts(path) if path.is_file() else sorted(path.iterdir())
+    members = [file for file in inside if file.is_file()]
     files = [{"name": file.name, "size": file.stat().st_size, "sha256": None} for file in members]
     hub_id, revision = hub_origin(path)
     parent = {"path": hub_id, "hub_id": hub_id, "revision": revision, "digest": None, "manifest": None}

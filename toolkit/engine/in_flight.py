@@ -53,7 +53,6 @@ class InFlight:
         self.results = StepResults(spec.vocab_size, self.builder)
         if speculator is not None:
             self.results.verified = speculator.verified
-            self.builder.aux_layers = speculator.aux_layers
         self.tokens = 0
         self._runner = runner
         self._num_blocks = options.num_blocks
@@ -122,6 +121,8 @@ class InFlight:
             self._speculator.step_ended(step.plan, len(step.batch.token_ids), now)
 
     def _start(self, plan: Plan, waited: bool) -> tuple[Step, StepHandle]:
+        if self._speculator is not None:  # a draft may have failed
+            self.builder.tap(self._speculator.aux_layers)
         step = self.builder.build(plan)
         step.batch.waited = waited
         plan.submitted = time.perf_counter()

@@ -57,7 +57,12 @@ class StepBuilder:
         self._logprobs = np.full(rows, -1, np.int32)
         self._host_fields = np.zeros(rows, bool)  # has penalties, biases or a grammar
         self._known: tuple[NDArray[np.intp], Step] | None = None  # rows and step of those that decoded last
-        self.aux_layers: tuple[int, ...] = ()  # whose inputs come back from every step, for who guesses by them
+        self._aux_layers: tuple[int, ...] = ()  # whose inputs come back from every step
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """From now on the inputs of these layers come back, for who guesses by them."""
+        if layers != self._aux_layers:
+            self._aux_layers, self._known = layers, None
 
     def enter(self, seq: Sequence) -> None:
         """Fill the arrays for a request that has just been given its row."""
@@ -178,8 +183,8 @@ class StepBuilder:
             adapter=self._adapter[rows],
             sample_index=mask_index if guesses else sample_index,
             sampling=self._guessing(guesses) if guesses else self._verifying(sampled, verified),
-            aux_layers=self.aux_layers,
-            aux_index=np.arange(cu[-1] if self.aux_layers else 0, dtype=np.int32),
+            aux_layers=self._aux_layers,
+            aux_index=np.arange(cu[-1] if self._aux_layers else 0, dtype=np.int32),
             mutual=np.array(mutual, np.int32).reshape(-1, 3),
             types=self._types(plan, places, cu),
             rope_length=self._rope_length(owners, places),

@@ -16,9 +16,10 @@ from toolkit.models.spec import DecoderSpec
 def is_assistant(path: Path) -> bool:
     """Whether a directory's config says that it is one."""
     try:
-        return read_json_object(path / "config.json").get("model_type") in TYPES
+        kind = read_json_object(path / "config.json").get("model_type")
     except ToolkitError:
         return False
+    return isinstance(kind, str) and kind in TYPES
 
 
 def open_assistant(path: Path, model: DecoderSpec) -> tuple[Checkpoint, Assistant]:

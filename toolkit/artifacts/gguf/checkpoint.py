@@ -18,7 +18,7 @@ from toolkit.artifacts.gguf.eyes import Eyes, open_eyes
 from toolkit.artifacts.gguf.hf_config import hf_config
 from toolkit.artifacts.gguf.keys import check_kinds
 from toolkit.artifacts.gguf.parts import join_parts
-from toolkit.artifacts.gguf.tokenizer import end_ids, write_tokenizer
+from toolkit.artifacts.gguf.tokenizer import end_ids, never_drawn, write_tokenizer
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
@@ -171,7 +171,7 @@ def open_gguf(path: Path) -> GgufFile:
         read += more
     for name, info, source, change in hf_tensors(path, spelling, tensors, whole, read, text):
         infos[name], found[name] = info, (source, change)
-    generation = _generation_config(metadata)
+    generation = _generation_config(path, metadata)
     if eyes is None or spec.vision is None:
         return GgufFile(container, config, generation, infos, found)
     towers = eyes.find(spec.vision, stored)
@@ -196,11 +196,12 @@ def _with_mtp(
     return replace(spelling, names={**spelling.names, **names}), deep[0], more
 
 
-def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _generation_config(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     ends = end_ids(metadata)
     found = {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         "pad_token_id": metadata.get(_PADDING),
+        "suppress_tokens": never_drawn(path, metadata) or None,
     }
     return {name: value for name, value in found.items() if value is not None}

@@ -17,6 +17,7 @@ from toolkit.artifacts.gguf.architectures import row_order
 from toolkit.artifacts.gguf.container import GgufContainer, read_container
 from toolkit.artifacts.gguf.keys import Keys, check_kinds
 from toolkit.artifacts.manifest import EYES
+from toolkit.artifacts.weight_files.find import gguf_parts
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 from toolkit.models.eyes.mmproj import Mmproj, by_pixel
@@ -210,7 +211,8 @@ def open_eyes(path: Path, language: GgufContainer) -> Eyes | None:
             container = read_container(file)
             check_kinds(file, container.metadata)
         except ToolkitError as error:
-            if file == named or not set(path.parent.glob("*.gguf")) - {path, *others}:
+            parts = gguf_parts(path)
+            if file == named or not set(path.parent.glob("*.gguf")).difference([path], others, parts):
                 raise
             _tell(path, str(error))
             continue

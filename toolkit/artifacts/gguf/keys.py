@@ -13,6 +13,7 @@ import numpy as np
 from toolkit.errors import ToolkitError
 
 TEMPLATE = "tokenizer.chat_template"  # of the usual one; TEMPLATE.NAME: of another, as "tool_use"
+NEVER = "tokenizer.ggml.suppress_tokens"  # ids of tokens that are never drawn (Gemma 4)
 _TEXT, _TEXTS, _NUMBERS, _WHOLE, _TRUTH = (
     "text",
     "a list of texts",
@@ -31,6 +32,7 @@ _KINDS = {
     "tokenizer.ggml.merges": _TEXTS,
     "tokenizer.ggml.scores": _NUMBERS,
     "tokenizer.ggml.token_type": _NUMBERS,
+    NEVER: _NUMBERS,
     "tokenizer.ggml.add_bos_token": _TRUTH,
     "tokenizer.ggml.add_eos_token": _TRUTH,
     "tokenizer.ggml.add_space_prefix": _TRUTH,

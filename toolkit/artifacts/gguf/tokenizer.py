@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.artifacts.gguf.keys import TEMPLATE
+from toolkit.artifacts.gguf.keys import NEVER, TEMPLATE
 from toolkit.artifacts.gguf.pre_tokenizers import BY_NAME, COMPOSED, WHOLE_PIECES, build_cuts
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.text.tokenizer_pieces import CONTROL, SPACE, USER_DEFINED, merges_by_score
@@ -172,6 +172,17 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     if any(all(name in called for name in pair) for pair in _OF_MESSAGES):
         called.pop("<|end|>", None)  # of a message, of which an answer has several
     return list(dict.fromkeys(i for i in (*named, *called.values()) if i is not None))
+
+
+def never_drawn(path: Path, metadata: Mapping[str, Any]) -> list[int]:
+    """The tokens that the file rules out of every answer. Raises ToolkitError for one that is no token id."""
+    found, vocab = (
+        np.asarray(metadata.get(NEVER, np.zeros(0, np.int32))),
+        len(metadata.get("tokenizer.ggml.tokens") or ()),
+    )
+    if found.size and (found.dtype.kind not in "iu" or not 0 <= found.min() <= found.max() < vocab):
+        raise ToolkitError(f"{path}: {NEVER}: expected token ids below {vocab}, found {found.tolist()!r:.40}")
+    return [int(i) for i in found]
 
 
 def _token_id(path: Path, metadata: Mapping[str, Any], name: str, vocab: int) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.artifacts.gguf.keys import TEMPLATE
+from toolkit.artifacts.gguf.keys import NEVER, TEMPLATE
 from toolkit.artifacts.gguf.pre_tokenizers import COMPOSED, STEPS, name_of
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.text.tokenizer import Tokenizer
@@ -71,6 +71,9 @@ def vocabulary(
         found["tokenizer.ggml.merges"] = [" ".join(pair) for pair in merges]
     found |= _special_ids(opened, listed, config, generation)
     found |= _flags(opened, data, found, sentencepiece)
+    never = generation.get("suppress_tokens")
+    never = [i for i in never if type(i) is int and 0 <= i < vocab_size] if isinstance(never, list) else []
+    found |= {NEVER: np.array(never, np.int32)} if never else {}
     lost = [
         f"the tokenizer's {step} has no place in GGUF: there text that it would change is cut otherwise"
         for step in _lost(data, found.get("tokenizer.ggml.pre", ""), sentencepiece)

@@ -14,8 +14,6 @@ def suppressed_tokens(directory: Path, vocab_size: int) -> tuple[int, ...]:
     file = directory / "generation_config.json"
     found = read_json_object(file).get("suppress_tokens") if file.is_file() else None
     found = [] if found is None else found
-    good = isinstance(found, list) and all(type(token) is int and 0 <= token < vocab_size for token in found)
-    if not good:
-        told = f"a list of token ids below vocab_size ({vocab_size})"
-        raise ToolkitError(f"{file}: suppress_tokens: expected {told}, found {found!r:.60}")
-    return tuple(dict.fromkeys(found))
+    if not isinstance(found, list) or any(type(token) is not int for token in found):
+        raise ToolkitError(f"{file}: suppress_tokens: expected a list of token ids, found {found!r:.60}")
+    return tuple(token for token in dict.fromkeys(found) if 0 <= token < vocab_size)  # others never come anyway

@@ -7,6 +7,7 @@ waits.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -97,6 +98,9 @@ class TensorRunner:
         self._on: Device = graphs or open_device(options.device)
         self._adapters, self._adapter_step = adapters, AdapterStep(len(adapters))
         self._lender, self._beside = lender, beside
+        self._readers: weakref.WeakSet[TensorRunner] = weakref.WeakSet()  # of its cache
+        if beside is not None:
+            beside._readers.add(self)
         stored = self._weights()
         roomy = dense_bytes(spec, torch.float32) <= self._free() // 2
         kept = stored_dtype(stored[spec.embed]) if lender is None else lender._dtype
@@ -249,6 +253,8 @@ class TensorRunner:
     def release_cache(self) -> None:
         """Forget the cache."""
         self._steps = self._cache = None
+        for reader in self._readers:
+            reader._steps = None  # else its memory would stay
         self._on.trim()
 
     def look(self) -> None:
