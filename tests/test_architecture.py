@@ -104,7 +104,13 @@ INSIDE = {
     },
 }
 # Of another room only these: the contract and what the registry says, no family by its name.
-SEEN = ("spec", "gguf", "family", "registry", *(f"drafts.{name}" for name in ("assistant", "dflash", "mtp")))
+SEEN = (
+    "spec",
+    "gguf",
+    "family",
+    "registry",
+    *(f"drafts.{name}" for name in ("assistant", "dflash", "mtp", "of_model")),
+)
 SEEN += tuple(f"eyes.{name}" for name in ("mmproj", "pictures", "videos", "vision"))
 ONLY = {("artifacts", "models"): {f"toolkit.models.{name}" for name in SEEN}}
 

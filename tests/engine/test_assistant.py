@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.engine.test_mtp import Made, answers_of
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.load.mtp import open_assistant_model
-from toolkit.errors import ToolkitError
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native import library
@@ -119,25 +117,20 @@ def test_a_cache_that_is_given_back_is_not_held(tiny_models: Any, assistant: Any
     target.close()
 
 
-def test_what_is_none_for_a_model_is_refused_in_a_line(tiny_models: Any, assistant: Any, tmp_path: Path) -> None:
-    from toolkit import pipeline
-
+def test_what_is_none_for_a_model_is_refused_in_a_line(
+    support: Any, tiny_models: Any, assistant: Any, tmp_path: Path
+) -> None:
     path = tiny_models("gemma4_text")
     small = assistant.write_assistant(path, tmp_path / "small", clusters=True)
 
+    refusals = support("refused_drafts")
+
     def refused(told: str, model: Path = path, draft: Path = small, **fields: Any) -> None:
-        config = TurbomindEngineConfig(session_len=64, speculative_draft_model=str(draft), **fields)
-        with pytest.raises(ToolkitError, match=rf"^speculative_draft_model: {told}") as found:
-            pipeline(str(model), backend_config=config).close()
-        assert "\n" not in str(found.value)
+        refusals.refused(told, model, draft, **fields)
 
     def changed(name: str, lacks: str = "", **fields: Any) -> Path:
-        (target := tmp_path / name).mkdir()
-        config = json.loads((small / "config.json").read_text()) | fields
-        (target / "config.json").write_text(json.dumps(config))
-        tensors = {n: x for n, x in load_file(small / "model.safetensors").items() if n != lacks}
-        save_file(tensors, target / "model.safetensors", {"format": "pt"})
-        return target
+        made: Path = refusals.changed(small, tmp_path / name, lacks, **fields)
+        return made
 
     refused(".*has a layer that sees a window, the model has none", tiny_models("llama", vocab_size=320))
     refused(".*is of a model of width 64 and 320 tokens, the model has", tiny_models("gemma4_text", hidden_size=32))

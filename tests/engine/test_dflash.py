@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.engine.test_mtp import Made, answers_of
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
-from toolkit.errors import ToolkitError
 from toolkit.runners.native import library
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library is not here")
@@ -97,25 +94,20 @@ def test_it_is_found_and_guesses_again_after_sleep(backend: Any, model: Path, df
         assert again == before and more["accepted"] > 20
 
 
-def test_what_is_none_for_a_model_is_refused_in_a_line(tiny_models: Any, dflash: Any, tmp_path: Path) -> None:
-    from toolkit import pipeline
-
+def test_what_is_none_for_a_model_is_refused_in_a_line(
+    support: Any, tiny_models: Any, dflash: Any, tmp_path: Path
+) -> None:
     path = tiny_models("qwen3")
     draft = dflash.write_dflash(path, tmp_path / "draft")
 
+    refusals = support("refused_drafts")
+
     def refused(told: str, model: Path = path, draft: Path = draft, **fields: Any) -> None:
-        config = TurbomindEngineConfig(session_len=64, speculative_draft_model=str(draft), **fields)
-        with pytest.raises(ToolkitError, match=rf"^speculative_draft_model: {told}") as found:
-            pipeline(str(model), backend_config=config).close()
-        assert "\n" not in str(found.value)
+        refusals.refused(told, model, draft, **fields)
 
     def changed(name: str, lacks: str = "", **fields: Any) -> Path:
-        (target := tmp_path / name).mkdir()
-        config = json.loads((draft / "config.json").read_text()) | fields
-        (target / "config.json").write_text(json.dumps(config))
-        tensors = {n: x for n, x in load_file(draft / "model.safetensors").items() if n != lacks}
-        save_file(tensors, target / "model.safetensors", {"format": "pt"})
-        return target
+        made: Path = refusals.changed(draft, tmp_path / name, lacks, **fields)
+        return made
 
     refused(".*is of a model of width 64 and 320 tokens, the model has", tiny_models("qwen3", hidden_size=32))
     refused(".*is a DFlash draft; use dflash", speculative_algorithm="eagle3")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
-from toolkit.artifacts.drafts.numbers import check_numbers
+from toolkit.artifacts.checkpoint import Checkpoint
+from toolkit.artifacts.drafts.checked import open_checked
 from toolkit.artifacts.json_file import read_json_object
-from toolkit.artifacts.weights import check_stored
-from toolkit.errors import ToolkitError, UsageError
+from toolkit.errors import ToolkitError
 from toolkit.models.drafts.dflash import ARCHITECTURE, DFlash, build_dflash
 from toolkit.models.spec import DecoderSpec
 
@@ -25,11 +24,4 @@ def is_dflash(path: Path) -> bool:
 def open_dflash(path: Path, model: DecoderSpec) -> tuple[Checkpoint, DFlash]:
     """The draft model in a directory, for a model. Raises ToolkitError, one line that names file and field or tensor,
     for one that cannot be; UsageError for one of another model."""
-    checkpoint = open_checkpoint(path)
-    try:
-        found = build_dflash(checkpoint.config, str(path / "config.json"), model)
-    except UsageError as e:
-        raise UsageError(f"{path} {e}") from e
-    check_stored(checkpoint, found.stored)
-    check_numbers(checkpoint, found.numbers)
-    return checkpoint, found
+    return open_checked(path, model, build_dflash)

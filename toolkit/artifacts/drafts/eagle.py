@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.drafts.checked import of_path
 from toolkit.artifacts.drafts.draft_head import layer_config
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.weights import check_stored
-from toolkit.errors import ToolkitError, UsageError
+from toolkit.errors import ToolkitError
 from toolkit.models.drafts.mtp import Mtp
+from toolkit.models.drafts.of_model import check_size, with_head
 from toolkit.models.registry import build
 from toolkit.models.spec import DecoderSpec, LayerSpec, LinearSpec, MtpSpec, NormSpec, Part, StoredTensor
 
@@ -57,9 +59,8 @@ def open_eagle(path: Path, model: DecoderSpec) -> tuple[Checkpoint, Mtp]:
         "tie_word_embeddings": False,
     }
     spec, stored = build(as_model, str(file))
-    if (spec.hidden_size, spec.vocab_size) != (model.hidden_size, model.vocab_size):
-        found = f"width {spec.hidden_size} and {spec.vocab_size} tokens"
-        raise UsageError(f"{path} is of a model of {found}, the model has {model.hidden_size} and {model.vocab_size}")
+    with of_path(path):
+        check_size(spec.hidden_size, spec.vocab_size, model)
     mtp = _described(form, spec, stored, model, bias=f"{form[0]}.bias" in checkpoint)
     check_stored(checkpoint, mtp.stored)
     return checkpoint, mtp
@@ -72,18 +73,9 @@ def _described(
     h, ours = model.hidden_size, "model.layers.0."
     attention, mlp = spec.layers[0].sublayers
     assert attention.pre_norm is not None
-    layer = replace(
-        spec,
-        layers=(LayerSpec((replace(attention, pre_norm=None), mlp)),),
-        final_norm=NormSpec("norm", h, spec.final_norm.eps, weight=False),  # see MtpSpec.bare
-        embed=model.embed,
-        head=model.head,
-        tied=model.tied,
-        embed_scale=model.embed_scale,
-        head_scale=model.head_scale,
-        logit_softcap=model.logit_softcap,
-        head_rows=model.head_rows,
-    )
+    layers = (LayerSpec((replace(attention, pre_norm=None), mlp)),)
+    last = NormSpec("norm", h, spec.final_norm.eps, weight=False)  # see MtpSpec.bare
+    layer = with_head(replace(spec, layers=layers, final_norm=last), model)
     own = [
         replace(item, name=f"{begin}.{item.name.removeprefix(ours)}")
         for item in stored

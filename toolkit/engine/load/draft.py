@@ -71,30 +71,29 @@ def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], pack
 
 
 def means_assistant(config: EngineConfig, path: Path) -> bool:
-    """Whether what is to guess is a small model that reads the larger one's cache. Raises UsageError where it was to be
-    and is none, and where it is and was to be another."""
+    """Whether what is to guess is a small model that reads the larger one's cache. Raises as ``_means``."""
     from toolkit.artifacts.drafts.assistant import is_assistant
 
-    name = config.speculative_algorithm
-    method, found = None if name is None else ALGORITHMS[name], is_assistant(path)
-    if method == "mtp" and not found:
-        raise UsageError(f"{FLAG}: {path} is no assistant, as {name} expects; use draft_model, eagle or eagle3")
-    if found and method not in (None, "mtp", "draft_model"):
-        raise UsageError(f"{FLAG}: {path} is an assistant, no head; use mtp")
-    return found
+    none = f"is no assistant, as {config.speculative_algorithm} expects"
+    return _means(config, path, "mtp", is_assistant(path), none, "is an assistant, no head")
 
 
 def means_dflash(config: EngineConfig, path: Path) -> bool:
-    """Whether what is to guess is a draft of DFlash. Raises UsageError where it was to be and is none, and where it is
-    and was to be another."""
+    """Whether what is to guess is a draft of DFlash. Raises as ``_means``."""
     from toolkit.artifacts.drafts.dflash import is_dflash
 
+    return _means(config, path, "dflash", is_dflash(path), "is no DFlash draft", "is a DFlash draft")
+
+
+def _means(config: EngineConfig, path: Path, own: str, found: bool, none: str, one: str) -> bool:
+    """``found``: whether ``path`` is a draft of the method ``own``. Raises UsageError where it was to be and is
+    ``none``, and where it is ``one`` and was to be another."""
     name = config.speculative_algorithm
-    method, found = None if name is None else ALGORITHMS[name], is_dflash(path)
-    if method == "dflash" and not found:
-        raise UsageError(f"{FLAG}: {path} is no DFlash draft; use draft_model, eagle or eagle3")
-    if found and method not in (None, "dflash", "draft_model"):
-        raise UsageError(f"{FLAG}: {path} is a DFlash draft; use dflash")
+    method = None if name is None else ALGORITHMS[name]
+    if method == own and not found:
+        raise UsageError(f"{FLAG}: {path} {none}; use draft_model, eagle or eagle3")
+    if found and method not in (None, own, "draft_model"):
+        raise UsageError(f"{FLAG}: {path} {one}; use {own}")
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.config.fields import MAX_VOCAB, Fields
+from toolkit.models.drafts.of_model import check_size
 from toolkit.models.registry import build
 from toolkit.models.spec import AssistantSpec, DecoderSpec, LinearSpec, Part, ReuseSpec, StoredTensor, Sublayer
 
@@ -45,9 +46,7 @@ def build_assistant(config: dict[str, Any], source: str, model: DecoderSpec) -> 
     own, stored = build(like, source)
     fields = Fields(config, source)
     width, words = fields.integer("backbone_hidden_size", default=1536), own.embed
-    if (width, own.vocab_size) != (model.hidden_size, model.vocab_size):
-        found = f"width {width} and {own.vocab_size} tokens"
-        raise UsageError(f"is of a model of {found}, the model has {model.hidden_size} and {model.vocab_size}")
+    check_size(width, own.vocab_size, model)
     join, back = LinearSpec(JOIN, 2 * width, own.hidden_size), LinearSpec(BACK, own.hidden_size, width)
     numbers: dict[str, tuple[int, ...]] = {f"{x.name}.weight": (x.out_features, x.in_features) for x in (join, back)}
     # of each group what the newest token sees, without itself

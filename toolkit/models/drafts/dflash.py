@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from toolkit.errors import ToolkitError, UsageError
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
+from toolkit.models.drafts.of_model import check_size, with_head
 from toolkit.models.registry import build
 from toolkit.models.spec import DecoderSpec, DFlashSpec, LinearSpec, NormSpec, StoredTensor
 
@@ -36,9 +37,7 @@ def build_dflash(config: dict[str, Any], source: str, model: DecoderSpec) -> DFl
     like |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": False}
     own, stored = build(like, source)
     h = own.hidden_size
-    if (h, own.vocab_size) != (model.hidden_size, model.vocab_size):
-        found = f"width {h} and {own.vocab_size} tokens"
-        raise UsageError(f"is of a model of {found}, the model has {model.hidden_size} and {model.vocab_size}")
+    check_size(h, own.vocab_size, model)
     inner = config.get("dflash_config")
     told = Fields(inner if isinstance(inner, dict) else {}, f"{source}: dflash_config")
     mask = told.integer("mask_token_id", low=0, high=model.vocab_size - 1)
@@ -47,17 +46,7 @@ def build_dflash(config: dict[str, Any], source: str, model: DecoderSpec) -> DFl
     if model.head_bias or own.cache_groups[1:]:
         lacks = "a model whose head has no bias" if model.head_bias else "layers that see alike"
         raise ToolkitError(f"{source}: expected {lacks}")
-    layer = replace(
-        own,
-        final_norm=replace(own.final_norm, name=LAST),
-        embed=model.embed,
-        head=model.head,
-        tied=model.tied,
-        embed_scale=model.embed_scale,
-        head_scale=model.head_scale,
-        logit_softcap=model.logit_softcap,
-        head_rows=model.head_rows,
-    )
+    layer = with_head(replace(own, final_norm=replace(own.final_norm, name=LAST)), model)
     mine = [replace(item, name=item.name.removeprefix("model.")) for item in stored if item.name.startswith(LAYERS)] + [
         replace(item, name=LAST, parts=(replace(item.parts[0], name=LAST),))
         for item in stored

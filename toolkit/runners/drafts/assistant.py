@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from toolkit.models.drafts.assistant import ORDERING, Assistant
 from toolkit.models.spec import AssistantSpec
 from toolkit.runners.base import MemoryNeed, RunnerError
-from toolkit.runners.drafts.head import F32, I64, Drawn, Rows
+from toolkit.runners.drafts.head import F32, I64, Drawn, Rows, chances, rms
+from toolkit.runners.drafts.paged import stacked
 from toolkit.runners.step import NONE, SamplingBatch, StepBatch
 
 if TYPE_CHECKING:
@@ -120,9 +121,8 @@ class AssistantHead:
 
     def fuse(self, states: F32) -> F32:
         """[rows, 1, width] of what the larger model's last layer gives → [rows, width] behind its final norm."""
-        outer, x = self._loaded(), states[:, 0]
-        found: F32 = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(outer.eps)) * outer.norm
-        return found
+        outer = self._loaded()
+        return rms(states[:, 0], outer.norm, outer.eps)
 
     def step(self, ids: I64, states: F32, rows: Sequence[Rows]) -> Drawn:
         """Of each text the newest token, or one that was drawn behind it, [texts], and the state before that one,
@@ -141,7 +141,7 @@ class AssistantHead:
                 positions=lengths[None],
                 cu_seqlens=np.arange(n + 1, dtype=np.int32),
                 seq_lens=lengths,  # the tokens that are read; the newest is not among them
-                block_tables=tuple(_table([r.kept.tables[g] for r in rows]) for g in range(len(rows[0].kept.tables))),
+                block_tables=tuple(stacked([r.kept.tables[g] for r in rows]) for g in range(len(rows[0].kept.tables))),
                 slot_mapping=(none,) * len(rows[0].kept.tables),  # nothing is written
                 rope_set=np.zeros(n, np.int8),
                 adapter=np.full(n, -1, np.int32),
@@ -156,9 +156,7 @@ class AssistantHead:
         back = out.hidden @ outer.back
         if clusters:
             return Drawn(back, *self._among(out.logits, out.hidden, outer))
-        sure = np.exp(np.minimum(out.logprob[:, 0], 0.0))
-        sure[out.bad_rows] = 0.0
-        return Drawn(back, out.tokens[:, 0].astype(np.int64), sure)
+        return Drawn(back, out.tokens[:, 0].astype(np.int64), chances(out))
 
     def _among(self, logits: F32, hidden: F32, outer: Outer) -> tuple[I64, F32]:
         """The likeliest tokens of the clusters that ``logits`` [texts, clusters] choose, and their chances there."""
@@ -177,11 +175,3 @@ class AssistantHead:
         if self._outer is None:
             raise RunnerError("mtp: the assistant has no weights")
         return self._outer
-
-
-def _table(rows: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-    """Rows of a block table one below the other."""
-    table = np.full((len(rows), max(map(len, rows))), -1, np.int32)
-    for i, row in enumerate(rows):
-        table[i, : len(row)] = row
-    return table

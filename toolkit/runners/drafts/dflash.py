@@ -8,14 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from toolkit.models.spec import DFlashSpec
 from toolkit.runners.base import MemoryNeed, RunnerError
-from toolkit.runners.drafts.head import F32, Rows
+from toolkit.runners.drafts.head import F32, I64, Rows, chances, rms
 from toolkit.runners.drafts.paged import PagedHead, Text
-
-I64 = NDArray[np.int64]
 
 
 class DFlashHead(PagedHead):
@@ -48,9 +45,7 @@ class DFlashHead(PagedHead):
         """[rows, taps, hidden] of the model's hidden states → [rows, hidden], of which keys and values are made."""
         if self._join is None:
             raise RunnerError("dflash: the draft has no weights")
-        x = states.reshape(len(states), -1) @ self._join
-        found: F32 = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(self.spec.norm.eps)) * self._norm
-        return found
+        return rms(states.reshape(len(states), -1) @ self._join, self._norm, self.spec.norm.eps)
 
     def grow(self, text: Text, count: int) -> bool:
         """Make room for ``count`` rows more, and the block behind them."""
@@ -79,7 +74,5 @@ class DFlashHead(PagedHead):
         each = np.arange(len(texts), dtype=np.int32)
         mutual = np.stack([starts, batch.cu_seqlens[1:], each], 1).astype(np.int32)
         out = self.runner.submit(replace(self.drawing(batch, masks), mutual=mutual)).result()
-        sure = np.exp(np.minimum(out.logprob[:, 0], 0.0))
-        sure[out.bad_rows] = 0.0
         shape = len(texts), count
-        return out.tokens[:, 0].astype(np.int64).reshape(shape), sure.reshape(shape)
+        return out.tokens[:, 0].astype(np.int64).reshape(shape), chances(out).reshape(shape)

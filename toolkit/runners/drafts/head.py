@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.runners.step import StepOutput
+
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 
@@ -62,3 +64,16 @@ class Reader(Protocol):
 
     def close(self) -> None:
         """Nothing is guessed any more."""
+
+
+def chances(out: StepOutput) -> F32:
+    """Of the tokens that a step drew, [rows], 0 where there is none to draw."""
+    found: F32 = np.exp(np.minimum(out.logprob[:, 0], 0.0))
+    found[out.bad_rows] = 0.0
+    return found
+
+
+def rms(x: F32, weight: F32, eps: float) -> F32:
+    """RMS norm of rows [rows, numbers]."""
+    found: F32 = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(eps)) * weight
+    return found

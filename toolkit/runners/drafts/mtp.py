@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from toolkit.models.spec import MtpSpec, NormSpec
 from toolkit.runners.base import MemoryNeed
-from toolkit.runners.drafts.head import F32, Drawn, Rows
+from toolkit.runners.drafts.head import F32, Drawn, Rows, chances, rms
 from toolkit.runners.drafts.paged import PagedHead
 from toolkit.runners.step import NONE, StepOutput
 
@@ -75,7 +75,7 @@ class MtpHead(PagedHead):
         for r in rows:
             r.kept.length += r.count
         made = out.hidden if spec.normed else out.aux[:, 0]
-        sure = self._unscaled(out, made) if spec.bare else np.exp(np.minimum(out.logprob[:, 0], 0.0))
+        sure = self._unscaled(out, made) if spec.bare else chances(out)
         sure[out.bad_rows] = 0.0
         return Drawn(self._rms(made, spec.state_norm), out.tokens[:, 0].astype(np.int64), sure)
 
@@ -87,7 +87,4 @@ class MtpHead(PagedHead):
         return found
 
     def _rms(self, x: F32, norm: NormSpec | None) -> F32:
-        if norm is None:
-            return x
-        scale = np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(norm.eps))
-        return x / scale * self._norms[norm.name]
+        return x if norm is None else rms(x, self._norms[norm.name], norm.eps)

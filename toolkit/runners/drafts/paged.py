@@ -29,6 +29,14 @@ def options_of(target: RunnerOptions) -> RunnerOptions:
     return replace(target, adapters=(), adapter_memory=0, kv_layers=(), key_means="")
 
 
+def stacked(rows: Sequence[Sequence[int] | NDArray[np.int32]]) -> NDArray[np.int32]:
+    """Rows of a block table one below the other, -1 behind their ends."""
+    table = np.full((len(rows), max(map(len, rows))), -1, np.int32)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = row
+    return table
+
+
 class PagedHead:
     """``runner``: of the layers, a model with one cache group, with the embedding and head of a larger one."""
 
@@ -88,11 +96,9 @@ class PagedHead:
         cu = np.concatenate([[0], np.cumsum(news)]).astype(np.int32)
         places = np.arange(cu[-1], dtype=np.int32) + np.repeat(starts - cu[:-1], news)
         firsts = np.array([text.first - back for text in texts], np.int32)
-        table = np.full((seqs, max(len(text.blocks) for text in texts)), -1, np.int32)
-        for i, (text, count) in enumerate(zip(texts, counts, strict=True)):
-            if len(text.blocks) * size < text.length + count:
-                raise RunnerError("draft head: no room for the rows of a text")
-            table[i, : len(text.blocks)] = text.blocks
+        if any(len(text.blocks) * size < text.length + count for text, count in zip(texts, counts, strict=True)):
+            raise RunnerError("draft head: no room for the rows of a text")
+        table = stacked([text.blocks for text in texts])
         blocks = table[np.repeat(np.arange(seqs), news), places // size].astype(np.int64)
         return StepBatch(
             token_ids=ids,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from toolkit.errors import UsageError
 from toolkit.models.spec import AssistantSpec
 from toolkit.runners.base import Runner
 from toolkit.runners.drafts.head import F32
-from toolkit.runners.drafts.paged import options_of
-from toolkit.runners.tensor.layers.norms import Norm
+from toolkit.runners.tensor.drafts.lent import final_norm, options_beside
 from toolkit.runners.tensor.runner import TensorRunner
 
 
@@ -21,13 +19,5 @@ def run_beside(
     """As ``native.assistant.run_beside``."""
     if not isinstance(target, TensorRunner):
         raise UsageError("an assistant reads the cache of one rank; leave it out, or tp, pp, dp and ep")
-    options = replace(options_of(target.options), device=target.device, dtype=target.dtype)
-    runner = TensorRunner(spec.layer, lambda: weights, options, dense=target.dense, beside=target)
-
-    def norm() -> F32:
-        found = target.lent().final_norm
-        assert isinstance(found, Norm)
-        numbers: F32 = found.weight.float().cpu().numpy()
-        return numbers
-
-    return runner, norm
+    runner = TensorRunner(spec.layer, lambda: weights, options_beside(target), dense=target.dense, beside=target)
+    return runner, lambda: final_norm(target)

@@ -8,14 +8,28 @@ from typing import Any
 
 from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec
-from toolkit.runners.base import Runner
+from toolkit.runners.base import Runner, RunnerOptions
+from toolkit.runners.drafts.head import F32
 from toolkit.runners.drafts.paged import options_of
+from toolkit.runners.tensor.layers.norms import Norm
 from toolkit.runners.tensor.runner import TensorRunner
+
+
+def options_beside(target: TensorRunner) -> RunnerOptions:
+    """How layers of a draft run beside the model of ``target``."""
+    return replace(options_of(target.options), device=target.device, dtype=target.dtype)
+
+
+def final_norm(target: TensorRunner) -> F32:
+    """The weights of the last norm of a model that is loaded, its offset included."""
+    norm = target.lent().final_norm
+    assert isinstance(norm, Norm)
+    numbers: F32 = norm.weight.cpu().numpy()
+    return numbers
 
 
 def run_with_head(spec: DecoderSpec, weights: Mapping[str, Any], target: Runner) -> TensorRunner:
     """The runner of ``spec``. Raises UsageError where ``target`` is one of several ranks."""
     if not isinstance(target, TensorRunner):
         raise UsageError("runs with ranks of the native runner alone; leave it out, or tp, pp, dp and ep")
-    options = replace(options_of(target.options), device=target.device, dtype=target.dtype)
-    return TensorRunner(spec, lambda: weights, options, dense=target.dense, lender=target)
+    return TensorRunner(spec, lambda: weights, options_beside(target), dense=target.dense, lender=target)

@@ -16,9 +16,8 @@ from toolkit.errors import ToolkitError
 from toolkit.models.spec import MtpSpec
 from toolkit.runners.drafts.head import F32
 from toolkit.runners.drafts.mtp import MtpHead
-from toolkit.runners.drafts.paged import options_of
 from toolkit.runners.tensor.cuda_artifact import CudaWeights
-from toolkit.runners.tensor.layers.norms import Norm
+from toolkit.runners.tensor.drafts.lent import final_norm, options_beside
 from toolkit.runners.tensor.runner import TensorRunner
 
 
@@ -46,8 +45,8 @@ class TensorMtp(MtpHead):
         target: TensorRunner,
         name: str = "mtp",
     ) -> None:
-        options = replace(options_of(target.options), device=target.device, dtype=target.dtype)
-        super().__init__(spec, TensorRunner(spec.layer, weights, options, dense=target.dense, lender=target), name)
+        runner = TensorRunner(spec.layer, weights, options_beside(target), dense=target.dense, lender=target)
+        super().__init__(spec, runner, name)
         self._target, self._weights = target, weights
         self._device = torch.device(target.device)
         self._join: tuple[Tensor, Tensor | None] | None = None
@@ -63,9 +62,7 @@ class TensorMtp(MtpHead):
         whole = whole.view(spec.join.out_features, spec.join.in_features).to(self._device, torch.float32)
         assert bias is None or isinstance(bias, Tensor)
         self._join = whole, None if bias is None else bias.to(self._device, torch.float32)
-        model_norm = self._target.lent().final_norm
-        assert isinstance(model_norm, Norm)
-        norms = {spec.model_norm.name: model_norm.weight.cpu().numpy()}
+        norms = {spec.model_norm.name: final_norm(self._target)}
         for norm in spec.norms()[1:]:
             weight = found[norm.name]
             assert isinstance(weight, Tensor), norm.name
