@@ -213,35 +213,42 @@ def serve(model: Any, layout: Layout, nodes: Nodes, told: Callable[[str], None])
 
 
 def _start(nodes: Nodes, hello: dict[str, Any]) -> subprocess.Popen[bytes]:
-    sock = _reach(nodes)
-    pipe, at = Connection(os.dup(sock.fileno())), f"{nodes.host}:{nodes.port}"
-    with sock, pipe:
+    """The process of one rank of this machine, once the first has come and taken it. One that hangs up before it has
+    answered may just have ended and be started anew: it is looked for again."""
+    until, why = time.monotonic() + COME_SECONDS, ""
+    while time.monotonic() < until:
         try:
+            sock, worker = _taken(nodes, hello)
+        except (OSError, EOFError) as e:
+            why = str(e) or "it has hung up"
+            time.sleep(0.5)
+        else:
+            with sock:
+                return child_process.start(worker, sock, stdout=sys.stderr)
+    first = "start it too" if nodes.launched else "start the command there with --node-rank 0"
+    raise ToolkitError(f"nobody is at {nodes.host}:{nodes.port} ({why}); {first}")
+
+
+def _taken(nodes: Nodes, hello: dict[str, Any]) -> tuple[socket.socket, str]:
+    """The way to the first machine, and what it has a rank run. Raises ToolkitError where it turns it away or has
+    another key, OSError and EOFError where it is not there or hangs up."""
+    at = f"{nodes.host}:{nodes.port}"
+    sock = socket.create_connection(nodes.address(), timeout=LOOK_SECONDS)
+    try:
+        sock.settimeout(None)
+        limit(sock, COME_SECONDS)
+        with Connection(os.dup(sock.fileno())) as pipe:
             answer_challenge(pipe, nodes.key)
             deliver_challenge(pipe, nodes.key)
             pipe.send_bytes(wire.pack(hello))
             answer: dict[str, Any] = wire.unpack(pipe.recv_bytes(1 << 20))
-        except AuthenticationError:
-            raise ToolkitError(f"{KEY}: {at} has another; it is to be the same on all") from None
-        except (OSError, EOFError) as e:
-            raise ToolkitError(f"{at} has hung up: {e or 'no reason given'}") from e
         if answer["error"] is not None:
             raise ToolkitError(f"{at} turned rank {hello['rank']} away: {answer['error']}")
         limit(sock, 0)  # the first step may be long in coming
         assert answer["worker"] in WORKERS
-        return child_process.start(answer["worker"], sock, stdout=sys.stderr)
-
-
-def _reach(nodes: Nodes) -> socket.socket:
-    until, why = time.monotonic() + COME_SECONDS, ""
-    while time.monotonic() < until:
-        try:
-            sock = socket.create_connection(nodes.address(), timeout=LOOK_SECONDS)
-            sock.settimeout(None)
-            limit(sock, COME_SECONDS)
-            return sock
-        except OSError as e:
-            why = str(e)
-        time.sleep(0.5)
-    first = "start it too" if nodes.launched else "start the command there with --node-rank 0"
-    raise ToolkitError(f"nobody is at {nodes.host}:{nodes.port} ({why}); {first}")
+        return sock, answer["worker"]
+    except BaseException as e:
+        sock.close()
+        if isinstance(e, AuthenticationError):
+            raise ToolkitError(f"{KEY}: {at} has another; it is to be the same on all") from None
+        raise
