@@ -1,5 +1,5 @@
-"""Which tests that failed beside others are run once more by themselves: ``once_more.py CACHE`` reads pytest's cache
-folder and prints them, a line each, or nothing where there is to be no second run.
+"""Prints which tests that failed beside others are run once more by themselves, a line each, or nothing where there is
+to be no second run.
 
 Only tests of rooms that start programs and wait for them, and three at most: a machine that does other things too can
 let such a program be late. Numbers are never tried twice. ``scripts/test`` names whatever passed at its second run: it
@@ -7,8 +7,8 @@ waits for time or for a state that passes, and is to be mended."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 ROOMS = ("batch", "box", "chat", "check_env", "deploy", "measure", "parallel", "profile", "scripts", "serve")
@@ -22,5 +22,7 @@ def once_more(failed: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    found = Path(sys.argv[1], "v/cache/lastfailed")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cache", type=Path, help="pytest's cache folder of the first run")
+    found = parser.parse_args().cache / "v/cache/lastfailed"
     print("\n".join(once_more(list(json.loads(found.read_text())) if found.is_file() else [])), end="")
