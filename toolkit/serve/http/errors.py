@@ -4,7 +4,7 @@ status."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -30,6 +30,10 @@ TYPE_OF_STATUS = {  # of others below 500 "invalid_request_error", then "server_
 ANTHROPIC = "/v1/messages"  # its routes begin so
 OLLAMA = "/api/"  # likewise
 RESPONSES = "/v1/responses"  # likewise
+# What fields of our requests are called by APIs whose own requests become ours: an error names what the client sent.
+ANTHROPIC_FIELDS = {"response_format": "output_config.format"}
+OLLAMA_FIELDS = {"response_format": "format"}
+RESPONSES_FIELDS = {"response_format": "text.format", "messages": "input"}  # of other numbers
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -75,19 +79,24 @@ class ApiError(Exception):
     def anthropic(self) -> dict[str, Any]:
         """The envelope of Anthropic's API."""
         kind = ANTHROPIC_TYPES.get(self.status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        return {"type": "error", "error": {"type": kind, "message": self._naming(ANTHROPIC_FIELDS)[1]}}
 
     def ollama(self) -> dict[str, Any]:
         """The envelope of Ollama's API."""
-        return {"error": self.message}
+        return {"error": self._naming(OLLAMA_FIELDS)[1]}
 
     def responses(self) -> dict[str, Any]:
-        """The envelope of the Responses API, which has ``input`` where a chat has messages, of other numbers."""
+        """The envelope of the Responses API."""
         told = self.envelope()
-        if self.param is not None and self.param.partition(".")[0] == "messages":
-            rest = self.message.removeprefix(self.param)
-            told["error"] |= {"param": "input", "message": self.message if rest == self.message else f"input{rest}"}
+        told["error"]["param"], told["error"]["message"] = self._naming(RESPONSES_FIELDS)
         return told
+
+    def _naming(self, names: Mapping[str, str]) -> tuple[str | None, str]:
+        """(param, message) for an API that has other ``names`` for some of our fields, and none for what is in them."""
+        field, colon, rest = self.message.partition(":")
+        called = names.get(_top(field)) if colon else None
+        param = self.param and names.get(_top(self.param), self.param)
+        return param, self.message if called is None else f"{called}:{rest}"
 
     def envelope_at(self, path: str) -> dict[str, Any]:
         """The envelope of the API that ``path`` belongs to."""
@@ -96,6 +105,11 @@ class ApiError(Exception):
         if path.startswith(RESPONSES):
             return self.responses()
         return self.anthropic() if path.startswith(ANTHROPIC) else self.envelope()
+
+
+def _top(field: str) -> str:
+    """The first name of a dotted path."""
+    return field.partition(".")[0].partition("[")[0]
 
 
 class TooLong(ApiError):
