@@ -67,6 +67,7 @@ class Message(Hinted):
     @model_validator(mode="after")
     def _has_content(self) -> Message:
         said = self.tool_calls or self.refusal or self.reasoning_content
+        said = said or "content" in self.model_fields_set  # null: an answer that was a thought alone, without it
         if self.content is None and not (self.role == "assistant" and said):
             article = "an" if self.role in ("assistant", "ipython", "environment") else "a"
             raise ValueError(f"{article} {self.role} message needs content")
