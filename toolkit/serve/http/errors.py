@@ -18,6 +18,9 @@ from toolkit.serve.fields.strict import fields_at
 HTTP_FIELD = {"max_new_tokens": "max_tokens", "random_seed": "seed", "stop_words": "stop"}
 _FIELD = re.compile(r"[a-z_]+(\[\d+\]|\.[a-z_]+)*")  # how our own messages name a field: messages[0].role
 RETRY_S = 2
+# Codes of a 503 that holds for all requests. Any other has this header: it is of one request, or of one moment.
+UNWELL = frozenset(("shutting_down", "sleeping", "updating", "engine_unavailable", "no_node"))
+BUSY = "x-toolkit-busy"
 MANY_FAULTS = 1000  # pydantic tells all or none, in a time that grows with them
 TYPE_OF_STATUS = {  # of others below 500 "invalid_request_error", then "server_error"
     401: "authentication_error",
@@ -70,8 +73,11 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str] | None:
-        """Clients of both APIs ask again after so many seconds."""
-        return {"retry-after": str(self.retry_after)} if self.status in (429, 503) else None
+        """Clients of both APIs ask again after so many seconds, proxies another server at once."""
+        if self.status not in (429, 503):
+            return None
+        busy = {BUSY: "1"} if self.status == 503 and self.code not in UNWELL else {}
+        return {"retry-after": str(self.retry_after), **busy}
 
     def envelope(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
