@@ -49,6 +49,7 @@ def run(
 
     config = engine.config()  # what is wrong with it is told before any file is read
     check_pooling(pooling, "--pooling")
+    engine.check_unused_template("texts are read as they are")
     check_target(target)
     if target.exists() and not overwrite:
         raise UsageError(f"{target}: is there already; add --overwrite to replace it")
@@ -61,7 +62,7 @@ def run(
     filling = Filling(prompt=text, endpoint=EMBEDDINGS, id_column=id_column, extra_body=fields)
     answers = answers_file(target)
     settings = BatchSettings(pooling=pooling)
-    files = open_files(source, answers, filling, model, limits, overwrite=overwrite, settings=settings)
+    files = open_files(source, answers, filling, model, limits, overwrite=overwrite, settings=settings, engine=config)
     tally = files.tally
     try:
         seconds = answer_all(files, answers, "texts", model, settings, limits, engine, config, OnRay())

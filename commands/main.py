@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> None:
         if watch.came():
             watch.tell()
             sys.exit(INTERRUPTED)
-        if debug:
+        if debug and not isinstance(e, TyperException):  # what was typed explains those
             raise
         message, code = _explain(e)
         print("tool: error: " + " ".join(message.split()), file=sys.stderr)

@@ -73,6 +73,11 @@ def refused(arguments: Iterable[str | Path], *words: str, code: int = 2) -> None
         assert word in err.getvalue()
 
 
+@pytest.mark.parametrize("typed", [["nosuch"], ["inspect", "--nosuch"]])
+def test_what_was_mistyped_is_told_in_a_line_with_debug_too(typed: list[str]) -> None:
+    refused(["--debug", *typed], f"o such {'command' if len(typed) == 1 else 'option'}: {typed[-1]}")
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_help_shows_every_engine_flag_whole_at_80_columns(tool: Any, command: list[str]) -> None:
     text = tool(*command, "--help").stdout

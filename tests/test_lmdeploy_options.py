@@ -229,5 +229,6 @@ def test_the_page_is_made_of_the_table(script: Any) -> None:
 
 def test_common_fields_are_flags() -> None:
     assert {f.name for f in dataclasses.fields(CommonEngineConfig)} <= {p.name for p in command("chat").params} | {
-        "enable_metrics"
+        "enable_metrics",
+        "memory_share",  # what --memory of several models becomes
     }

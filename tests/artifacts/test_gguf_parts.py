@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
+from toolkit import TurbomindEngineConfig
 from toolkit.artifacts.alike import files_of_all
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.inspect import inspect
-from toolkit.artifacts.manifest import content_digest
+from toolkit.artifacts.manifest import content_digest, title
 from toolkit.convert.convert import convert
 from toolkit.convert.formats import rewrite
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError
-from toolkit.serve.fleet.catalog import Listed
+from toolkit.serve.fleet.catalog import Listed, listed
 from toolkit.serve.ollama.cards import Listed as Card
 
 
@@ -58,6 +60,34 @@ def test_the_size_is_that_of_all_parts(split: tuple[Path, list[Path]]) -> None:
     size = sum(part.stat().st_size for part in split[1])
     assert inspect(split[1][0]).record["size_bytes"] == size
     assert Card("m", path=split[1][0]).card()["size"] == size
+
+
+def test_a_tensor_is_said_to_be_in_the_part_that_has_it(split: tuple[Path, list[Path]]) -> None:
+    import gguf
+
+    whole, parts = split
+    one, several = open_checkpoint(whole), open_checkpoint(parts[0])
+    assert set(one.files.values()) == {whole}
+    assert several.gguf is not None and set(several.files) == set(several.names())
+    held = {part: {tensor.name for tensor in gguf.GGUFReader(part).tensors} for part in parts}
+    for name, (source, _) in several.gguf.sources.items():
+        assert source in held[several.where(name)], name
+
+
+def test_a_model_in_parts_is_called_as_it_were_whole(split: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    for part in split[1]:
+        shutil.copy(part, tmp_path)
+    first = tmp_path / split[1][0].name
+    assert [model.name for model in listed([str(first)], None)] == ["m"]
+    assert [model.name for model in listed([], tmp_path)] == ["m"]
+    with AsyncEngine.open(first, backend_config=TurbomindEngineConfig(device="cpu", session_len=64)) as engine:
+        assert engine.model_name == "m.gguf"
+    assert title(first) == "m"
+    shutil.copy(split[0], tmp_path / "m.gguf")  # another one, which has that name
+    assert {model.name: Path(model.path).name for model in listed([], tmp_path)} == {
+        "m": "m.gguf",
+        first.stem: first.name,
+    }
 
 
 def test_each_part_counts_as_content(split: tuple[Path, list[Path]], tmp_path: Path) -> None:

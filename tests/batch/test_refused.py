@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.refused import refusing
+from toolkit import TurbomindEngineConfig
 from toolkit.batch import run
 from toolkit.batch.filling import MOST_SCHEMA, Filler, Filling
 from toolkit.batch.options import BatchSettings
@@ -176,6 +177,23 @@ def test_a_killed_run_does_not_go_on_with_another_pooling(tmp_path: Path, suppor
     files.close()
     for pooling, changed in (("mean", False), ("cls", True), ("auto", True)):
         done = support("command").tool("embed", texts, target, "--model", "/no/such", "--pooling", pooling)
+        assert done.returncode == 2 and ("line 1 is not what" in done.stderr) == changed, done.stderr
+
+
+def test_a_killed_run_does_not_go_on_with_vectors_that_are_computed_otherwise(tmp_path: Path, support: Any) -> None:
+    texts, target = tmp_path / "texts.jsonl", tmp_path / "out.npy"
+    texts.write_text('{"text": "a"}\n{"text": "b"}\n')
+    fields = {"encoding_format": "base64", "normalize": True, "truncate_prompt_tokens": -1}
+    filling = Filling(prompt="{text}", endpoint="/v1/embeddings", extra_body=fields)
+    config = TurbomindEngineConfig(load_format="int4", hf_overrides={"a": 1})
+    files = run.open_files(texts, answers_file(target), filling, "such", Limits(), engine=config)
+    first = next(iter(files.source))
+    files.results.write(answered(1, digest_of(first, files.salt), "row-1", 200, "r", b"{}"))
+    files.close()
+    same = ["--load-format", "int4", "--hf-overrides", '{"a": 1}']
+    others: list[list[str]] = [[], same[:2], [*same[:3], '{"a": 2}'], [*same, "--dtype", "float16"]]
+    for options, changed in ((same, False), ([*same, "--tp", "2"], False), *((other, True) for other in others)):
+        done = support("command").tool("embed", texts, target, "--model", "/no/such", *options)
         assert done.returncode == 2 and ("line 1 is not what" in done.stderr) == changed, done.stderr
 
 

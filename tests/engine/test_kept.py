@@ -21,7 +21,8 @@ from toolkit.engine.cache.kept import folder, shelf
 from toolkit.engine.cache.kept.block import Block, Cipher, Digest, Seal, read_secret
 from toolkit.engine.core import EngineCore
 from toolkit.engine.request import EngineRequest, SamplingParams
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.runners.base import RunnerError
 
 MODEL = bytes(range(32))
 WINDOWS = [(None,), (None, 6), (None, "state"), (None, 6, "state"), (6,), ((6, 5),)]
@@ -521,6 +522,28 @@ def test_sleep_keeps_and_new_weights_do_not(fake: Any, tmp_path: Path) -> None:
     assert core.stats()["kept_hit_tokens"] == 48
     core.update_weights("elsewhere", keep=False)
     assert core.keeper is None and answers(fake, core, [prompt(50)]) == expected
+
+
+@pytest.mark.parametrize("fails", ["use_weights", "load_weights"])
+def test_new_weights_that_cannot_be_loaded_leave_the_cache_kept(
+    fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    core = make(fake, tmp_path)
+    expected = answers(fake, core, [prompt(50)])
+    whole = getattr(core.runner, fails)
+
+    def fail(*arguments: Any) -> None:
+        monkeypatch.setattr(core.runner, fails, whole)
+        raise RunnerError("no such weights")
+
+    monkeypatch.setattr(core.runner, fails, fail)
+    with pytest.raises(ToolkitError, match="no such weights"):
+        core.update_weights("elsewhere", keep=False)
+    core.sleep()
+    core.wake("weights", "kv_cache")
+    assert answers(fake, core, [prompt(50)]) == expected
+    assert core.stats()["kept_hit_tokens"] == 48
+    core.close()
 
 
 def test_an_aborted_request_leaves_nothing_held(fake: Any, tmp_path: Path) -> None:

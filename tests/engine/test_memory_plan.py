@@ -59,6 +59,18 @@ def test_a_gpu_gets_the_share_asked_for_as_an_upper_bound() -> None:
     assert make(need(2000 * GIB), device="cuda", kv=0.9).num_blocks == (256 * 128,)
 
 
+def test_all_of_it_fits_a_total_unless_that_is_too_little() -> None:
+    free = need(100 * GIB)
+    for total in (GIB, 2 * GIB, 8 * GIB):
+        p = make(free, total=total, kv=0.1)
+        assert 0.8 * total < p.total <= total and p.free == free.free
+    alone = make(free, kv=0.1)
+    assert make(free, total=GIB >> 2, kv=0.1) == alone == make(free, total=200 * GIB, kv=0.1)
+    assert (
+        make(free, total=GIB, session_len=8192 * 8, max_position=1 << 20).session_len == 8192 * 8
+    )  # needs 1 GiB of KV
+
+
 def test_the_default_session_shrinks_to_what_fits_and_says_so() -> None:
     p = make(need(2 * GIB), max_position=131072)
     assert p.session_len < 131072 and p.session_len % 64 == 0

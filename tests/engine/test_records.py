@@ -98,6 +98,15 @@ def test_minus_infinity_survives_though_json_has_none() -> None:
     assert records.read_outputs(message, data)[0].logprobs == [{3: -math.inf, 4: -1.0}]
 
 
+def test_an_error_with_half_a_character_is_told() -> None:
+    output = EngineOutput("a", finish_reason="error", error="/models/\udcff: is missing")
+    output.logits = np.ones((1, 3), np.float32)
+    (found,) = records.read_outputs(*records.unpack(records.pack_outputs([output], {})))
+    assert found.error == "/models/\\udcff: is missing" and found.logits.shape == (1, 3)
+    answer = {"op": "answer", "error": "\ud800", "usage": True}
+    assert records.unpack(records.pack_told(answer))[0] == answer | {"error": "\\ud800"}
+
+
 def test_what_is_no_json_is_refused() -> None:
     params = SamplingParams(1, grammar={"type": object()})
     with pytest.raises(TypeError):

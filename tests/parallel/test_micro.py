@@ -46,8 +46,9 @@ def test_parts_give_what_the_whole_gives(data: Any, driver: Any, support: Any) -
         bias_ids=ids,
         bias_values=rng.normal(0, 3, len(ids)).astype(np.float32),
     )
-    some = [rng.permutation(total)[: rng.integers(0, total + 1)].astype(np.int32) for _ in range(4)]
-    batch.logits_index, batch.hidden_index, batch.target_index, batch.routes_index = some
+    some = [rng.permutation(total)[: rng.integers(0, total + 1)].astype(np.int32) for _ in range(5)]
+    batch.logits_index, batch.hidden_index, batch.target_index, batch.routes_index, batch.aux_index = some
+    batch.aux_layers = (0, 1)
     batch.target_ids = rng.integers(0, 300, len(some[2])).astype(np.int32)
     whole = driver.runner.submit(batch).result()
     shares = in_a_row(batch, most)
@@ -58,7 +59,7 @@ def test_parts_give_what_the_whole_gives(data: Any, driver: Any, support: Any) -
     found = joined(batch, [driver.runner.submit(select(batch, share)).result() for share in shares], shares)
     for name in ("tokens", "top_ids", "routes", "bad_rows"):
         np.testing.assert_array_equal(getattr(found, name), getattr(whole, name), name)
-    for name in ("logprob", "top_logprobs", "logits", "hidden", "target_logprobs"):
+    for name in ("logprob", "top_logprobs", "logits", "hidden", "target_logprobs", "aux"):
         np.testing.assert_allclose(getattr(found, name), getattr(whole, name), rtol=1e-4, atol=1e-5, err_msg=name)
     for number in numbers:
         driver.free(number)

@@ -23,6 +23,7 @@ import pytest
 from tests.serve.test_proxy import FakeNode
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.configs.option import read_size
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.fleet.app import create_app
 from toolkit.serve.fleet.catalog import Listed, listed
@@ -485,7 +486,7 @@ def test_what_lies_in_a_directory(tmp_path: Path) -> None:
         (tmp_path / "dir" / name).mkdir()
         (tmp_path / "dir" / name / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     found = listed([str(one)], tmp_path / "dir", ["gpt-4", "mini=two"])
-    assert [m.name for m in found] == ["one", "three", "two", "whole-00001-of-00011"]
+    assert [m.name for m in found] == ["one", "three", "two", "whole"]
     assert found[0].names == ("one", "gpt-4") and found[2].names == ("two", "mini", "tales", "verse")
     assert found[1].weight_bytes() == 7
 
@@ -565,6 +566,30 @@ def test_options_of_answers_are_told_to_each_model(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Spare, "fill_later", lambda self: None)
     Launcher(TurbomindEngineConfig(), "key", ServerSettings(**given))(Listed("a", str(tmp_path)))
     assert given.items() <= vars(orders[0].settings).items()
+
+
+def test_models_that_fit_the_budget_get_shares_that_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_models: Any
+) -> None:
+    """Of memory as a whole: activations and logits are no less than the KV cache."""
+    orders: list[Any] = []
+
+    def launch(order: Any, kind: Any, child: Any) -> tuple[Any, dict[str, Any]]:
+        orders.append(order)
+        return SimpleNamespace(), {"memory": 1}
+
+    monkeypatch.setattr("toolkit.serve.fleet.child.launch", launch)
+    monkeypatch.setattr(Spare, "fill_later", lambda self: None)
+    both, budget = [Listed(name, str(tiny_models(name))) for name in ("llama", "qwen2")], 64 << 20
+    weights = sum(model.weight_bytes() for model in both)
+    config = TurbomindEngineConfig(device="cpu")
+    launcher = Launcher(config, "key", ServerSettings(), budget=budget, weights=weights, models=2)
+    total = 0
+    for model in both:
+        launcher(model)
+        with AsyncEngine.open(model.path, backend_config=TurbomindEngineConfig(**orders[-1].config)) as engine:
+            total += engine.plan.total
+    assert budget / 4 < total <= budget
 
 
 def test_sizes() -> None:

@@ -205,6 +205,11 @@ def test_structured_output(server: Any) -> None:
     assert server.app.state.server.template.seen[-1][1] == {"reasoning_effort": "low"}
 
 
+def test_a_bad_format_is_called_so(server: Any) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format: the json_schema has "):
+        ask(server, "{}", output_config={"format": {"type": "json_schema", "schema": {"not": {}}}})
+
+
 def test_models(start: Any) -> None:
     server = start(adapters=("tales",))
     page = client(server).models.list()

@@ -75,6 +75,14 @@ def test_format_is_response_format(start: Any, format: Any, rule: Any) -> None:
     assert server.engine.seen[-1][1].response_format == rule
 
 
+@pytest.mark.parametrize("path", ["/api/generate", "/api/chat"])
+def test_a_bad_format_is_called_so(start: Any, path: str) -> None:
+    body = {"prompt": "Hello", "messages": user("Hello"), "format": {"properties": {"a": {"not": {}}}}}
+    del body["messages" if path == "/api/generate" else "prompt"]
+    status, (answer,) = ask(start().url, path, body)
+    assert status == 400 and answer["error"].startswith("format: the json_schema has ")
+
+
 def test_thoughts_and_calls_come_apart(start: Any) -> None:
     server = start(template=Echo("hermes", "qwen3"))
     body = {"messages": user(CALL), "tools": [FUNCTION]}

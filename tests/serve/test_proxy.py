@@ -22,6 +22,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve import announce
 from toolkit.serve.announce import Announcement
 from toolkit.serve.http.connection import connection_class
+from toolkit.serve.http.errors import ApiError
 from toolkit.serve.options import ProxySettings
 from toolkit.serve.proxy import ask as asking
 from toolkit.serve.proxy import nodes as nodes_module
@@ -333,6 +334,21 @@ def test_a_request_goes_to_another_node_before_the_first_byte(fault: dict[str, A
                 reply = await w.ask(stream=True, prompt="the same")
                 assert reply.status_code == 200 and reply.text.endswith("[DONE]\n\n")
             assert len(good.posts) == 4 and len(bad.posts) <= 4
+
+    run(go)
+
+
+@pytest.mark.parametrize(("code", "stays"), [("prompt_timeout", True), ("engine_unavailable", False)])
+def test_a_node_stays_unless_its_503_is_of_all_requests(code: str, stays: bool) -> None:
+    async def go() -> None:
+        bad, good = FakeNode(), FakeNode()
+        error = ApiError(503, "no", code=code)
+        head = "".join(f"{name}: {value}\r\n" for name, value in (error.headers or {}).items())
+        bad.raw["/v1/completions"] = f"HTTP/1.1 503 X\r\n{head}content-length: 0\r\n\r\n".encode()
+        async with world(bad, good, heartbeat=1000.0) as w:
+            while not bad.posts:
+                assert (await w.ask()).status_code == 200
+            assert (w.state.nodes.find(bad.url).failures == 0) is stays
 
     run(go)
 

@@ -361,6 +361,13 @@ def test_refusals(server: Any, fields: dict[str, Any], says: str) -> None:
         ask(server, "x", **fields)
 
 
+def test_a_bad_format_is_called_so(server: Any) -> None:
+    form = {"type": "json_schema", "name": "n", "schema": {"not": {}}, "strict": True}
+    with pytest.raises(openai.BadRequestError, match=r"400 - text\.format: the json_schema has ") as told:
+        ask(server, "{}", text={"format": form})
+    assert told.value.param == "text.format"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_wrong_with_the_input_is_told_of_it(server: Any, stream: bool) -> None:
     """Not of the messages that it becomes, which have other numbers."""

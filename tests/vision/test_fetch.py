@@ -155,6 +155,36 @@ def test_hosts_are_told_their_name_as_the_url_has_it(site: str, monkeypatch: pyt
         server.server_close()
 
 
+def test_an_address_that_takes_no_connection_gives_way_to_the_next(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a host has an IPv6 address and this machine no way there. None is asked before all are looked at."""
+    port, public = int(site.rpartition(":")[2]), ["93.184.215.14", "93.184.215.15"]
+    connect, resolve = socket.create_connection, socket.getaddrinfo
+    asked: list[str] = []
+
+    def connected(address: Any, *args: Any) -> Any:
+        asked.append(address[0])
+        if address[0] == public[0]:
+            raise OSError("Network is unreachable")
+        return connect(("127.0.0.1", port), *args)
+
+    def resolved(host: str, port: int, *args: Any, **options: Any) -> Any:
+        if host != "public.example":
+            return resolve(host, port, *args, **options)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in public]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    monkeypatch.setattr(socket, "create_connection", connected)
+    assert fetch("http://public.example/bytes-3", 100, Fetching()) == b"xxx" and asked == public
+    public[1:] = [public[0]]
+    with pytest.raises(UsageError, match="cannot be fetched: Network is unreachable"):
+        fetch("http://public.example/bytes-3", 100, Fetching())
+    public[1:] = ["127.0.0.1"]
+    asked.clear()
+    with pytest.raises(UsageError, match="not public"):
+        fetch("http://public.example/bytes-3", 100, Fetching())
+    assert not asked
+
+
 def test_a_redirect_into_the_own_network_is_not_followed(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The public host is this machine, by another name; what it points at is looked at as well."""
     asked: list[Any] = []

@@ -141,8 +141,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         from toolkit.artifacts.gguf.checkpoint import open_gguf
 
         gguf = open_gguf(path)
-        files = dict.fromkeys(gguf.infos, path)
-        return Checkpoint(path, gguf.config, gguf.generation_config, gguf.infos, files, gguf)
+        return Checkpoint(path, gguf.config, gguf.generation_config, gguf.infos, gguf.files(), gguf)
     if (path / "engine.json").is_file():
         raise ToolkitError(
             f"{path}: this is an engine artifact, whose weights are packed; expected a checkpoint: "

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.json_file import finite, read_json, write_json_object
-from toolkit.artifacts.weight_files.find import gguf_parts, pickled_weights
+from toolkit.artifacts.weight_files.find import gguf_name, gguf_parts, pickled_weights
 from toolkit.artifacts.weight_files.safetensors_file import MAX_HEADER
 from toolkit.base.record import later, plain, read
 from toolkit.errors import ToolkitError
@@ -244,7 +244,7 @@ def hub_origin(path: Path) -> tuple[str | None, str | None]:
 def title(path: Path) -> str:
     """What people call the model of a file or directory: its name here, or of one that is the hub's there."""
     if path.is_file():
-        return path.stem
+        return Path(gguf_name(path)).stem
     hub_id, _ = hub_origin(path)
     return path.absolute().name if hub_id is None else hub_id.rpartition("/")[2]
 

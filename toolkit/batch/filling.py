@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from toolkit.base.user_path import user_path
 from toolkit.batch.options import BatchSettings, Filling
 from toolkit.chat.origin import named
+from toolkit.configs.engine import EngineConfig
 from toolkit.errors import UsageError
 from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.fields.formats import ResponseFormat
@@ -24,6 +25,9 @@ from toolkit.serve.openai.batches.urls import CHAT, PROMPTED, RESPONSES
 MOST_SCHEMA = 1 << 20  # bytes of a file that holds one
 _LENGTH = {"max_tokens", "max_completion_tokens"}  # two names of one field: a request that gives one says it all
 _CHANGING = ("tool_call_parser", "reasoning_parser", "media_io_kwargs")
+# Options of an engine by which a model computes something else.
+_COMPUTED = ("dtype", "quant_policy", "load_format", "revision", "hf_overrides", "rope_scaling_factor",
+             "use_logn_attn", "dynamic_rope", "kv_window", "kv_sinks")  # fmt: skip
 _FORMS = (
     "response_format",
     "structured_outputs",
@@ -76,9 +80,16 @@ class Filler:
                 body["response_format"] = _chat_form(self._schema)
         return body
 
-    def salt(self, model: str, settings: BatchSettings, chat_template: ChatTemplateConfig | str | None = None) -> bytes:
-        """What tells requests of one filling, to one model, from those of another; 32 bytes. ``settings``: what of them
-        changes answers. Raises UsageError for a ``chat_template`` or ``generation_config`` that is none."""
+    def salt(
+        self,
+        model: str,
+        settings: BatchSettings,
+        chat_template: ChatTemplateConfig | str | None = None,
+        engine: EngineConfig | None = None,
+    ) -> bytes:
+        """What tells requests of one filling, to one model, from those of another; 32 bytes. ``settings``, ``engine``:
+        what of them changes answers. Raises UsageError for a ``chat_template`` or ``generation_config`` that is
+        none."""
         rows = [getattr(self._filling, name) for name in ("prompt", "system", "endpoint", "id_column")]
         told = [rows, self._schema, self._given, model]
         if settings.pooling != "auto":  # whose runs have been told apart by the rest alone
@@ -86,6 +97,9 @@ class Filler:
         others = {name: value for name in _CHANGING if (value := getattr(settings, name)) is not None}
         if settings.generation_config != "auto":
             others["generation_config"] = asdict(choose_defaults(settings.generation_config, None))
+        for name in _COMPUTED:
+            if engine is not None and (value := getattr(engine, name, None)) != getattr(type(engine), name, None):
+                others[name] = value
         if others:
             told.append(others)
         if chat_template is not None and (found := named(chat_template)) is not None:

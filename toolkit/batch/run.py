@@ -83,10 +83,12 @@ def open_files(
     overwrite: bool = False,
     settings: BatchSettings | None = None,
     chat_template: ChatTemplateConfig | str | None = None,
+    engine: EngineConfig | None = None,
 ) -> Open:
     """Before anything is loaded. ``given``: as ``open_source`` has it; ``model``: what the answers are by, as the user
     names it; ``settings``: of those that answer, None: the defaults; ``chat_template``: what prompts are made by,
-    where it is not the model's own. Raises UsageError, ToolkitError."""
+    where it is not the model's own; ``engine``: what computes them, where answers of another do not go beside its own.
+    Raises UsageError, ToolkitError."""
     filler = Filler(filling)
     path = Path(target)
     bounds = Bounds(limits)
@@ -105,7 +107,7 @@ def open_files(
         if overwrite:
             results.clear()
         tally, name = Tally(), model.rstrip("/").rpartition("/")[2]
-        salt = filler.salt(name, settings or BatchSettings(), chat_template)
+        salt = filler.salt(name, settings or BatchSettings(), chat_template, engine)
         loop.resume(tally, seen, results)
         loop.check(source, salt, seen, tally, str(path))
     except BaseException:

@@ -43,6 +43,8 @@ def _check_engine(config: EngineConfig, block: str) -> None:
     check_moving(config)
     if config.kv_window is None and config.kv_sinks != CommonEngineConfig.kv_sinks:
         raise UsageError(f"kv_sinks: found {config.kv_sinks} without kv_window; give that too")
+    if config.memory_share is not None:
+        number("memory_share", config.memory_share, 1, 1 << 60, whole=True)
     if config.adapter_memory is not None:
         read_size("adapter_memory", config.adapter_memory)
     check_dllm(config)
@@ -112,7 +114,9 @@ class CommonEngineConfig:
     format each. ``language_model_only``: LMDeploy's newer name of
     ``disable_vision_encoder``. ``eager_mode``: for debugging; a CPU captures no graphs anyway. ``empty_init``: the
     model needs a config.json and a tokenizer alone, and answers nothing before ``update_weights``.
-    ``enable_metrics``: whether a server of this engine offers /metrics.
+    ``enable_metrics``: whether a server of this engine offers /metrics. ``memory_share``: bytes that weights,
+    activations, logits and KV cache are to fit together, where the model can do with so few; a server of several
+    models sets it.
     """
 
     dtype: str = option(
@@ -244,6 +248,7 @@ class CommonEngineConfig:
     )
     eager_mode: bool = option(False, "On a GPU capture no graphs.", "--eager-mode", hidden=True)
     enable_metrics: bool = True
+    memory_share: int | None = None
     dp: int = option(1, "Copies that requests are shared out over, each of --tp ranks (pytorch only).", allowed=RANKS)
     ep: int = option(1, "Ranks (tp x dp) that whole experts are shared out over (pytorch only).", allowed=RANKS)
     enable_eplb: bool = option(False, "With --ep: move experts to where they are chosen less (pytorch only).")

@@ -15,6 +15,7 @@ from typing import Any
 from toolkit.artifacts.manifest import content_files, describe_parent, title
 from toolkit.artifacts.output.stage import open_stage
 from toolkit.artifacts.source import resolve_model
+from toolkit.artifacts.weight_files.find import gguf_name
 from toolkit.deploy import ray_serve
 from toolkit.deploy.facts import GRACE, Artifact, Memory, form_at, open_artifact, plan_memory
 from toolkit.deploy.options import Deployment, name_of
@@ -163,7 +164,7 @@ def _elsewhere(artifact: Artifact, to: str, target: Target) -> str:
         )
     best = TURNED.get(artifact.form, "")
     best = target.reads[0] if best not in target.reads else best
-    name = f"{artifact.path.stem if artifact.path.is_file() else artifact.path.name}-{best}"
+    name = f"{Path(gguf_name(artifact.path)).stem if artifact.path.is_file() else artifact.path.name}-{best}"
     return (
         f"{artifact.path}: {to} reads {reads}, found {artifact.form}; "
         f"`tool convert {artifact.path} --to {best} --dst-path {name}` makes it so, then deploy {name}"

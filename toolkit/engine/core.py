@@ -202,8 +202,7 @@ class EngineCore:
             self.scheduler.preempt(seq)
         self.flight.sight.forget()
         if self.keeper is not None:
-            log.info("the KV cache of new weights is not kept on disk, nor handed over to other engines")
-            self._end_keeping()
+            self.keeper.flush()  # what the old weights have made
         if self.speculator is not None:
             self.speculator.rest()  # what the model lends to a head leaves with the old weights
         try:
@@ -211,6 +210,9 @@ class EngineCore:
         finally:
             if self.speculator is not None and not self._nap.gone:
                 self.speculator.wake()
+        if self.keeper is not None:
+            log.info("the KV cache of new weights is not kept on disk, nor handed over to other engines")
+            self._end_keeping()
         self._renewed, self._damage = True, ""
         return self._nap.gone
 

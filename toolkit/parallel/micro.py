@@ -18,7 +18,7 @@ Share = list[int]
 # Fields of a batch: of one entry a token, of one a sequence, and of flat tokens.
 _OF_TOKENS = ("token_ids", "from_previous", "rope_length")
 _OF_SEQUENCES = ("seq_lens", "rope_set", "adapter")
-_ASKED = ("logits_index", "hidden_index", "routes_index", "routed")
+_ASKED = ("logits_index", "hidden_index", "routes_index", "aux_index", "routed")
 
 
 def in_a_row(batch: StepBatch, most: int) -> list[Share]:
@@ -104,6 +104,7 @@ _ROWS = {
     "logits": "logits_index",
     "hidden": "hidden_index",
     "routes": "routes_index",
+    "aux": "aux_index",
     "target_logprobs": "target_index",
 }
 """What a step gives a row each of, and which rows those are."""

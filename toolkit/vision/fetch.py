@@ -20,6 +20,7 @@ from toolkit.configs.option import spelled
 from toolkit.errors import UsageError
 
 REDIRECTS = 3
+ADDRESSES = 4  # of a host that are tried
 PIECE = 1 << 16
 AGENT = "toolkit"
 SPELLED = "!$%&'()*+,/:;=?@[]~"  # signs of a URL that are sent as they stand; blanks and letters beyond ASCII cannot be
@@ -94,9 +95,9 @@ def _ask(
             f"{shown}: images and videos are fetched from {', '.join(rules.hosts) or 'no host'} alone ({named})"
         )
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    address = _address(host, port, rules, shown)
+    addresses = _addresses(host, port, rules, shown)
     connection = http.client.HTTPConnection(host, port)
-    stream = socket.create_connection(address, _left(until))
+    stream = _connected(addresses, until)
     if parts.scheme == "https":
         import ssl
 
@@ -147,8 +148,17 @@ def _left(until: float) -> float:
     return left
 
 
-def _address(host: str, port: int, rules: Fetching, shown: str) -> tuple[str, int]:
-    """The host's first address, where all of them may be asked."""
+def _connected(addresses: Sequence[tuple[str, int]], until: float) -> socket.socket:
+    """A connection to the first of these that takes one; each has its share of the time left. Raises OSError."""
+    *others, last = addresses
+    for i, address in enumerate(others):
+        with suppress(OSError):
+            return socket.create_connection(address, _left(until) / (len(addresses) - i))
+    return socket.create_connection(last, _left(until))
+
+
+def _addresses(host: str, port: int, rules: Fetching, shown: str) -> list[tuple[str, int]]:
+    """The host's first addresses, each once, where all that it has may be asked."""
     found = [info[4] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in found:
         if not rules.private and not _public(str(address[0])):
@@ -156,7 +166,7 @@ def _address(host: str, port: int, rules: Fetching, shown: str) -> tuple[str, in
                 f"{shown}: its host has an address that is not public, which is not fetched from unless "
                 f"{spelled('allow_private_media')} (in Python allow_private_media=True) allows it"
             )
-    return str(found[0][0]), int(found[0][1])
+    return list(dict.fromkeys((str(address[0]), int(address[1])) for address in found))[:ADDRESSES]
 
 
 def _public(text: str) -> bool:

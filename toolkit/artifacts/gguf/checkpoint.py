@@ -57,6 +57,11 @@ class GgufFile:
     vision: VisionSpec | None = None
     towers: dict[str, StoredTensor] = field(default_factory=dict)  # what ``eyes`` has, by name
 
+    def files(self) -> dict[str, Path]:
+        """Tensor name → the file that holds it."""
+        found = {name: self.container.file(source) for name, (source, _) in self.sources.items()}
+        return found | {name: self.eyes.container.path for name in self.towers if self.eyes is not None}
+
     def weight(self, name: str) -> Weight:
         """A matrix in canonical form, its codes and scales as stored; float types are ``Dense``."""
         import torch

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.artifacts.weight_files.find import gguf_parts
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 
@@ -77,6 +78,11 @@ class GgufContainer:
         """The bytes of a tensor, a view of the file."""
         info = self.tensors[name]
         return self.at(info.start, info.end)
+
+    def file(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        start = self.tensors[name].start
+        return gguf_parts(self.path)[sum(base <= start for base, _ in self.more)]
 
 
 def read_container(path: Path) -> GgufContainer:

@@ -83,6 +83,12 @@ def _tell_pickles(files: tuple[Path, ...]) -> None:
     log.warning("%s: %s of torch.save: read as data, no code in them runs", files[0].parent, names)
 
 
+def gguf_name(path: Path) -> str:
+    """What a GGUF file is called, were it whole: NAME.gguf of NAME-00001-of-00003.gguf, of any other file its name."""
+    found = GGUF_PART.fullmatch(path.name)
+    return path.name if found is None or len(gguf_parts(path)) == 1 else found[1] + found[4]
+
+
 def gguf_parts(path: Path) -> list[Path]:
     """All files of the model whose first is the GGUF file ``path``, by its name; that alone where it is no part."""
     found = GGUF_PART.fullmatch(path.name)

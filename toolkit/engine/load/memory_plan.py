@@ -7,7 +7,8 @@ what the user asked for cannot fit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from toolkit.engine.admission import longer
 from toolkit.engine.cache.block_manager import blocks_for, window_blocks
@@ -26,7 +27,8 @@ LOGIT_COPIES = 3  # float32 copies of a row of logits while it is sampled
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user asked for; None where it is ours to choose. ``kv``: a share of free memory, or blocks if an int."""
+    """What the user asked for; None where it is ours to choose. ``kv``: a share of free memory, or blocks if an int.
+    ``total``: bytes that all of it is to fit, unless that is too little."""
 
     session_len: int | None = None
     max_batch_size: int | None = None
@@ -35,6 +37,7 @@ class Wishes:
     target_step_ms: float | None = None
     patches: int = 0  # of pictures that are encoded together
     kept_patches: int = 0  # of pictures that are looked at together, where keys and values of them are kept
+    total: int | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,13 @@ def plan(
     numbers, where it cannot be done."""
     cpu = device == "cpu"
     usual = max_position if usual is None else usual
-    return _Planner(need, groups, block_size, vocab_size, max_position, cpu, wishes, guessed, usual).run()
+    planner = _Planner(need, groups, block_size, vocab_size, max_position, cpu, wishes, guessed, usual)
+    if wishes.total is not None and wishes.total < int(need.free * SAFE_SHARE):
+        within = replace(need, free=int(wishes.total / SAFE_SHARE))
+        kv = wishes.kv if isinstance(wishes.kv, int) else 1.0
+        with suppress(ToolkitError):
+            return replace(replace(planner, need=within, wishes=replace(wishes, kv=kv)).run(), free=need.free)
+    return planner.run()
 
 
 @dataclass

@@ -51,6 +51,7 @@ def share_out(setup: Setup, runner: Runner, draft: OpenDraft | OpenHead | OpenMt
             config.target_step_ms,
             setup.pictures_together * patches,
             EngineOptions.pictures_kept * patches,
+            config.memory_share,
         ),
     )
     need, groups = runner.memory(), spec.cache_groups

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.artifacts.weight_files.find import gguf_name
 from toolkit.base.user_path import user_path
 from toolkit.configs.engine import EngineConfig
 from toolkit.configs.lmdeploy import notices
@@ -401,4 +402,4 @@ def _refusal(prompt_len: int, text: str, code: int) -> Response:
 def _name_of(model: str) -> str:
     """What users call the model: a hub id or "demo" as given, of a path its last part."""
     path = user_path(model)
-    return path.resolve().name if path.exists() else model
+    return gguf_name(path.resolve()) if path.exists() else model

@@ -31,6 +31,23 @@ def pack(message: dict[str, Any], arrays: Iterable[bytes] = ()) -> bytes:
     return b"".join([_HEAD.pack(len(head)), head, *arrays])
 
 
+def pack_told(message: dict[str, Any], arrays: Iterable[bytes] = ()) -> bytes:
+    """The same of what an engine tells, whatever it is: half a character (a surrogate), as in an error that names a
+    path which is no UTF-8, goes as the six signs that it is written by in Python."""
+    try:
+        return pack(message, arrays)
+    except TypeError:
+        return pack(_spelled(message), arrays)
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_spelled(key): _spelled(item) for key, item in value.items()}
+    return [_spelled(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def unpack(data: bytes) -> tuple[dict[str, Any], memoryview]:
     """(message, the bytes of its arrays)."""
     (size,) = _HEAD.unpack_from(data)
@@ -74,7 +91,7 @@ def pack_outputs(outputs: Iterable[EngineOutput], stats: dict[str, Any]) -> byte
                 arrays.append(array)
                 record[name] = array.shape
         records.append(record)
-    return pack({"op": "outputs", "outputs": records, "stats": stats}, (array.tobytes() for array in arrays))
+    return pack_told({"op": "outputs", "outputs": records, "stats": stats}, (array.tobytes() for array in arrays))
 
 
 def read_outputs(message: dict[str, Any], data: memoryview) -> list[EngineOutput]:

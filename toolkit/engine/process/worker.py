@@ -51,7 +51,7 @@ def main(fd: int) -> None:
             try:
                 _serve(pipe, core)
             except RunnerLost as e:
-                pipe.send_bytes(records.pack({"op": "lost", "why": str(e)}))
+                pipe.send_bytes(records.pack_told({"op": "lost", "why": str(e)}))
             finally:
                 core.close()
 
@@ -60,19 +60,19 @@ def _open(pipe: Connection, setup: dict[str, Any]) -> EngineCore | None:
     from toolkit.artifacts.text.tokenizer import Tokenizer
 
     def progress(text: str) -> None:
-        pipe.send_bytes(records.pack({"op": "progress", "text": text}))
+        pipe.send_bytes(records.pack_told({"op": "progress", "text": text}))
 
     try:
         what = Setup.from_json(setup)
         core, facts = start(what, partial(Tokenizer.open, what.tokenizer_dir), progress)
     except ToolkitError as e:
-        pipe.send_bytes(records.pack({"op": "failed", "error": str(e), "usage": isinstance(e, UsageError)}))
+        pipe.send_bytes(records.pack_told({"op": "failed", "error": str(e), "usage": isinstance(e, UsageError)}))
         return None
     except Exception as e:
         log.exception("the engine could not be opened")
-        pipe.send_bytes(records.pack({"op": "failed", "error": f"{type(e).__name__}: {e}", "usage": False}))
+        pipe.send_bytes(records.pack_told({"op": "failed", "error": f"{type(e).__name__}: {e}", "usage": False}))
         return None
-    pipe.send_bytes(records.pack({"op": "ready", "facts": facts.to_json()}))
+    pipe.send_bytes(records.pack_told({"op": "ready", "facts": facts.to_json()}))
     return core
 
 
@@ -98,7 +98,7 @@ def _serve(pipe: Connection, core: EngineCore) -> None:
             elif op == "end_session":
                 core.end_session(message["name"])
             elif op == "call":
-                pipe.send_bytes(records.pack(_called(core, message)))
+                pipe.send_bytes(records.pack_told(_called(core, message)))
             elif op == "close":
                 return
         if not prepared and not core.has_work:

@@ -66,8 +66,9 @@ class Message(Hinted):
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        said = self.tool_calls or self.refusal or self.reasoning_content
-        if self.content is None and not (self.role == "assistant" and said):
+        said = bool(self.tool_calls or self.refusal or self.reasoning_content)
+        null = "content" in self.model_fields_set  # an answer that was a thought alone, of which it is left out
+        if self.content is None and not (self.role == "assistant" and (said or null)):
             article = "an" if self.role in ("assistant", "ipython", "environment") else "a"
             raise ValueError(f"{article} {self.role} message needs content")
         if isinstance(self.content, dict) and self.role not in TOOL_ROLES:

@@ -12,6 +12,7 @@ from toolkit.artifacts.adapters.config import CONFIG
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.manifest import EYES
 from toolkit.artifacts.source import resolve_model
+from toolkit.artifacts.weight_files.find import gguf_name
 from toolkit.base.user_path import user_path
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.model_cards import weight_files
@@ -45,7 +46,7 @@ def listed(models: Sequence[str], models_dir: Path | None, aliases: Sequence[str
     found = {}
     for model in models:
         path = resolve_model(model)
-        name = path.resolve().name.removesuffix(".gguf") if user_path(model).exists() else model
+        name = gguf_name(path.resolve()).removesuffix(".gguf") if user_path(model).exists() else model
         if name in found:
             raise UsageError(f"MODEL {model}: another model is called {name}, too; rename one of the directories")
         found[name] = Listed(name, str(path.resolve()))
@@ -91,7 +92,8 @@ def _scanned(directory: Path) -> tuple[dict[str, Path], dict[str, tuple[Path, st
         if path.name.startswith(".") or path.match(EYES) or _LATER_PART.fullmatch(path.name):
             continue
         if os.path.isfile(path) and path.suffix == ".gguf":  # which one that may not be looked into does not fail
-            models[path.stem] = path.resolve()
+            whole = gguf_name(path)
+            models[path.stem if os.path.exists(directory / whole) else Path(whole).stem] = path.resolve()
         elif os.path.isfile(path / CONFIG):
             adapters[path.name] = (path.resolve(), _base_of(path / CONFIG))
         elif any(os.path.isfile(path / mark) for mark in MODEL_MARKS):

@@ -115,10 +115,12 @@ class Launcher:
         return child
 
     def _cache(self, listed: Listed) -> dict[str, Any]:
-        """A share of memory for the KV cache such that all models fit the budget together, or this one alone."""
+        """A share of memory such that all models fit the budget together, or this one alone; where it cannot do with
+        that, one for the KV cache."""
         if self.budget is None or self.config.cache_max_entry_count != DEFAULT_SHARE:
             return {}
         own, rest = listed.weight_bytes(), self.budget - self.weights
         wanted = rest / self.models if rest > 0 else (self.budget - own) / 2
         free = psutil.virtual_memory().available - own
-        return {"cache_max_entry_count": min(max(wanted / max(free, 1), 0.001), 0.25)}
+        share = min(max(wanted / max(free, 1), 0.001), 0.25)
+        return {"cache_max_entry_count": share, "memory_share": own + max(0, int(share * free))}

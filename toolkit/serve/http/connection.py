@@ -201,8 +201,10 @@ class Connection(H11Protocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer, where that can still be done, and close."""
-        body = orjson.dumps(ApiError(status, message).envelope())
+        error = ApiError(status, message)
+        body = orjson.dumps(error.envelope())
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        headers += [(name.encode(), value.encode()) for name, value in (error.headers or {}).items()]
         headers.append((b"content-length", str(len(body)).encode()))
         try:
             head = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])

@@ -4,7 +4,7 @@ status."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -18,6 +18,9 @@ from toolkit.serve.fields.strict import fields_at
 HTTP_FIELD = {"max_new_tokens": "max_tokens", "random_seed": "seed", "stop_words": "stop"}
 _FIELD = re.compile(r"[a-z_]+(\[\d+\]|\.[a-z_]+)*")  # how our own messages name a field: messages[0].role
 RETRY_S = 2
+# Codes of a 503 that holds for all requests. Any other has this header: it is of one request, or of one moment.
+UNWELL = frozenset(("shutting_down", "sleeping", "updating", "engine_unavailable", "no_node"))
+BUSY = "x-toolkit-busy"
 MANY_FAULTS = 1000  # pydantic tells all or none, in a time that grows with them
 TYPE_OF_STATUS = {  # of others below 500 "invalid_request_error", then "server_error"
     401: "authentication_error",
@@ -30,6 +33,10 @@ TYPE_OF_STATUS = {  # of others below 500 "invalid_request_error", then "server_
 ANTHROPIC = "/v1/messages"  # its routes begin so
 OLLAMA = "/api/"  # likewise
 RESPONSES = "/v1/responses"  # likewise
+# What fields of our requests are called by APIs whose own requests become ours: an error names what the client sent.
+ANTHROPIC_FIELDS = {"response_format": "output_config.format"}
+OLLAMA_FIELDS = {"response_format": "format"}
+RESPONSES_FIELDS = {"response_format": "text.format", "messages": "input"}  # of other numbers
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -66,8 +73,11 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str] | None:
-        """Clients of both APIs ask again after so many seconds."""
-        return {"retry-after": str(self.retry_after)} if self.status in (429, 503) else None
+        """Clients of both APIs ask again after so many seconds, proxies another server at once."""
+        if self.status not in (429, 503):
+            return None
+        busy = {BUSY: "1"} if self.status == 503 and self.code not in UNWELL else {}
+        return {"retry-after": str(self.retry_after), **busy}
 
     def envelope(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
@@ -75,19 +85,24 @@ class ApiError(Exception):
     def anthropic(self) -> dict[str, Any]:
         """The envelope of Anthropic's API."""
         kind = ANTHROPIC_TYPES.get(self.status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        return {"type": "error", "error": {"type": kind, "message": self._naming(ANTHROPIC_FIELDS)[1]}}
 
     def ollama(self) -> dict[str, Any]:
         """The envelope of Ollama's API."""
-        return {"error": self.message}
+        return {"error": self._naming(OLLAMA_FIELDS)[1]}
 
     def responses(self) -> dict[str, Any]:
-        """The envelope of the Responses API, which has ``input`` where a chat has messages, of other numbers."""
+        """The envelope of the Responses API."""
         told = self.envelope()
-        if self.param is not None and self.param.partition(".")[0] == "messages":
-            rest = self.message.removeprefix(self.param)
-            told["error"] |= {"param": "input", "message": self.message if rest == self.message else f"input{rest}"}
+        told["error"]["param"], told["error"]["message"] = self._naming(RESPONSES_FIELDS)
         return told
+
+    def _naming(self, names: Mapping[str, str]) -> tuple[str | None, str]:
+        """(param, message) for an API that has other ``names`` for some of our fields, and none for what is in them."""
+        field, colon, rest = self.message.partition(":")
+        called = names.get(_top(field)) if colon else None
+        param = self.param and names.get(_top(self.param), self.param)
+        return param, self.message if called is None else f"{called}:{rest}"
 
     def envelope_at(self, path: str) -> dict[str, Any]:
         """The envelope of the API that ``path`` belongs to."""
@@ -96,6 +111,11 @@ class ApiError(Exception):
         if path.startswith(RESPONSES):
             return self.responses()
         return self.anthropic() if path.startswith(ANTHROPIC) else self.envelope()
+
+
+def _top(field: str) -> str:
+    """The first name of a dotted path."""
+    return field.partition(".")[0].partition("[")[0]
 
 
 class TooLong(ApiError):

@@ -17,7 +17,7 @@ from starlette.types import Send
 from toolkit.serve.generation.read import read_body
 from toolkit.serve.http.access.users import HEADER as USER
 from toolkit.serve.http.access.users import asks_for, current_user, header_of
-from toolkit.serve.http.errors import OLLAMA, ApiError
+from toolkit.serve.http.errors import BUSY, OLLAMA, ApiError
 from toolkit.serve.http.handed import HEADER as KV
 from toolkit.serve.http.handed import Handed
 from toolkit.serve.http.replies import Reply, event_of_error, line, send_error
@@ -192,7 +192,7 @@ class Forward(Reply):
                         run.status = reply.status_code
                         if reply.status_code in ELSEWHERE and again:
                             why, tries = f"HTTP {reply.status_code}", tries + 1
-                            if reply.status_code not in NO_FAULT:
+                            if reply.status_code not in NO_FAULT and BUSY not in reply.headers:
                                 node.failed(why, state.clock())
                             continue
                         await self._pass_on(reply, node, send)

@@ -20,7 +20,7 @@ from toolkit.configs.option import spelled
 from toolkit.serve.http.access.keys import ApiKeys
 from toolkit.serve.http.access.users import current_user
 from toolkit.serve.http.application import begin_app
-from toolkit.serve.http.errors import ApiError, not_served
+from toolkit.serve.http.errors import BUSY, ApiError, not_served
 from toolkit.serve.http.layers import add_layers
 from toolkit.serve.http.replies import Reply, json_response, scraped, send_error
 from toolkit.serve.http.sharing.lanes import Lanes
@@ -193,8 +193,9 @@ class Forward(Reply):
                     async for messages in answer:
                         if head is None:
                             head = messages[0]
-                            replica = dict(head["headers"]).get(REPLICA, b"").decode()
-                            if head["status"] == 503:
+                            headers = dict(head["headers"])
+                            replica = headers.get(REPLICA, b"").decode()
+                            if head["status"] == 503 and BUSY.encode() not in headers:
                                 self._fleet.shun(replica)
                             if again and head["status"] in ELSEWHERE:
                                 asked = replace(asked, avoid=asked.avoid | {replica}) if moves else asked

@@ -9,6 +9,7 @@ from typing import Any
 
 from toolkit.artifacts.alike import fingerprint
 from toolkit.artifacts.source import resolve_model
+from toolkit.artifacts.weight_files.find import gguf_name
 from toolkit.base.record import plain, read
 from toolkit.base.user_path import user_path
 from toolkit.chat.origin import JINJA, JSON
@@ -43,7 +44,7 @@ class Model:
         """As this machine has it. Raises UsageError and ToolkitError where there is none."""
         path = resolve_model(model)
         own, here = path.resolve(), user_path(model).exists()
-        called = name or (own.name.removesuffix(".gguf") if here else model.rpartition("/")[2])
+        called = name or (gguf_name(own).removesuffix(".gguf") if here else model.rpartition("/")[2])
         backend = next(name for name, kind in CONFIGS.items() if isinstance(config, kind))
         if chat_template is not None and chat_template.endswith((JSON, *JINJA)):
             chat_template = _rooted(chat_template)

@@ -137,7 +137,7 @@ def check(source: Source, salt: bytes, seen: Seen, tally: Tally, target: str) ->
 def _changed(source: Source, what: str, target: str) -> str:
     return (
         f"{source.name}: {what} is not what {target} has the answer to: it has changed since, or the model or an option"
-        " that fills requests has; undo that, or write to another file"
+        " has; undo that, or write to another file"
     )
 
 
