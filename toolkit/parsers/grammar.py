@@ -11,7 +11,11 @@ from toolkit.parsers.thinking import Begun
 
 _TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "list": "array", "dict": "object"}
 _BLANKS = 1  # at most, where JSON leaves them open: models would go on writing them
-_PAUSE = {"type": "regex", "pattern": r"\n{0,2}"}  # between a thought and the answer
+_BREAK = {"type": "const_string", "value": "\n"}
+_PAUSE = {  # between a thought and the answer: at most two
+    "type": "optional",
+    "content": {"type": "sequence", "elements": [_BREAK, {"type": "optional", "content": _BREAK}]},
+}
 Specials = Mapping[str, int]  # special tokens -> their ids: grammars of text never meet these
 Node = dict[str, Any]
 
