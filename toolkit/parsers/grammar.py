@@ -77,6 +77,8 @@ def guarded_calls(form: ToolFormat, functions: Functions, strict: frozenset[str]
     again = {"type": "star", "content": _row([*literal(written.between, specials), _any(more)])}
     chain = [] if written.first == "" else [again]
     content = _row([*trigger[1:], _any(calls), *chain, *literal(written.last, specials)])
+    if trigger[1:]:
+        content = _any([content, *(_row(literal(text, specials)) for text in written.others)])
     kind = "token_dispatch" if trigger[0]["type"] == "token" else "dispatch"
     first = trigger[0].get("token", trigger[0].get("value"))
     return _format({"type": kind, "rules": [[first, content]]})
