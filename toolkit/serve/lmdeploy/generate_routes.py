@@ -25,6 +25,7 @@ from toolkit.serve.http.errors import bad_field
 from toolkit.serve.http.openapi.schema import EVENTS, describe
 from toolkit.serve.http.replies import EventReply, JsonReply
 from toolkit.serve.lmdeploy.answers import CrossEntropy, Generated
+from toolkit.serve.openai.logprobs import likeliest, number
 from toolkit.serve.state import ServerState
 
 router = APIRouter()
@@ -159,11 +160,11 @@ class RawAnswer:
 
 def _logprobs(kind: str, ids: list[int], found: list[Any], top: int) -> dict[str, Any]:
     """``kind``_token_logprobs as (log-probability, id) of each token, None where it has none; and the best ``top``."""
-    pairs = [(entry[token] if entry else None, token) for token, entry in zip(ids, found, strict=False)]
+    pairs = [(number(entry[token]) if entry else None, token) for token, entry in zip(ids, found, strict=False)]
     told: dict[str, Any] = {f"{kind}_token_logprobs": pairs}
     if top:
         told[f"{kind}_top_logprobs"] = [
-            entry and sorted(((value, token) for token, value in entry.items()), reverse=True)[:top] for entry in found
+            entry and [(number(value), token) for token, value in likeliest(entry, top)] for entry in found
         ]
     return told
 
