@@ -135,6 +135,19 @@ def test_an_interactive_session_remembers(start: Any) -> None:
     assert long["text"] == "[system]s[user]q"
 
 
+def test_an_answer_that_goes_on_with_a_message_is_one_with_it(start: Any) -> None:
+    """Else there are two of the assistant's in a row, which many templates refuse."""
+    url, begun = start().url, {"role": "assistant", "content": "Once"}
+    talk = {"session_id": 7, "interactive_mode": True}
+    first = ask(url, "/v1/chat/interactive", talk | {"prompt": [{"role": "user", "content": "q"}, begun]})[1]["text"]
+    then = ask(url, "/v1/chat/interactive", talk | {"prompt": "r"})[1]["text"]
+    assert then == f"[user]q[assistant]Once{first}[user]r"
+    kept = ask(url, "/v1/responses", {"input": [{"role": "user", "content": "q"}, begun]})[1]
+    (said,) = kept["output"][0]["content"]
+    after = ask(url, "/v1/responses", {"input": "r", "previous_response_id": kept["id"]})[1]["output"][0]["content"]
+    assert after[0]["text"] == f"[user]q[assistant]Once{said['text']}[user]r"
+
+
 def test_interactive_takes_lmdeploy_s_fields(start: Any) -> None:
     """Each at its default, as a generated client sends them; OpenAI's name of the length; images are sent on."""
     url = start().url
