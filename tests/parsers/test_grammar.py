@@ -196,6 +196,31 @@ def test_gpt_oss_thinks_and_answers_beside_strict_functions() -> None:
     assert not takes(f"{thought}<|channel|>commentary to=functions.rm")
 
 
+@pytest.mark.parametrize("specials", [IDS, {}])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_gpt_oss_thinks_before_an_answer_of_a_given_form(thinks: bool, specials: dict[str, int]) -> None:
+    """As other models do; its answer is a message then."""
+    form, reasoning = registry.tool_format("gpt_oss"), registry.reasoning_format("gpt_oss")
+    behind: Any = {"reasoning": reasoning, "begun": None}
+    rule = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes"]}}}
+    answer, call = '<|channel|>final<|message|>"yes"', form.written.begin % "now" + "{}"
+    for made, texts in (
+        (grammar.after_thought(rule, reasoning, None, specials), [answer]),
+        (grammar.calls_or_answer(form, FUNCTIONS, rule, specials, **behind), [answer, call]),
+        (grammar.required_calls(form, FUNCTIONS, specials, **behind), [call]),
+    ):
+        for text in texts:
+            whole = "<|channel|>analysis<|message|>Hm, <b>.<|end|><|start|>assistant" * thinks + text
+            matcher = CORE.GrammarMatcher(compile_format(COMPILER, made or {}), [EOS], False, -1, None)
+            for node in grammar.literal(whole, specials):
+                tokens = [node["token"]] if node["type"] == "token" else list(node["value"].encode())
+                assert all(matcher.accept_token(token, False) for token in tokens), whole
+            assert matcher.accept_token(EOS, False)
+            found = read(form, whole, True, reasoning)
+            assert found.reasoning == "Hm, <b>." * thinks and len(found.calls) == (text is call)
+            assert found.content == '"yes"' * (text is answer)
+
+
 @pytest.mark.parametrize("form", registry.TOOLS, ids=lambda form: form.name)
 def test_strict_functions_are_guided_among_text(form: Any) -> None:
     matcher, takes = guarded(form)
