@@ -18,6 +18,7 @@ from toolkit.serve.fields.protocol import SampledRequest, TokenId
 from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import run_choices
+from toolkit.serve.generation.likeliest import likeliest, number
 from toolkit.serve.generation.pooling import run_prompts
 from toolkit.serve.generation.read import encode_prompt, parse
 from toolkit.serve.generation.sampling import generation_config
@@ -25,7 +26,6 @@ from toolkit.serve.http.errors import bad_field
 from toolkit.serve.http.openapi.schema import EVENTS, describe
 from toolkit.serve.http.replies import EventReply, JsonReply
 from toolkit.serve.lmdeploy.answers import CrossEntropy, Generated
-from toolkit.serve.openai.logprobs import likeliest, number
 from toolkit.serve.state import ServerState
 
 router = APIRouter()

@@ -6,21 +6,13 @@ import codecs
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from toolkit.serve.generation.likeliest import likeliest, number
+
 
 class TokenBytes(Protocol):
     @property
     def special_ids(self) -> Collection[int]: ...
     def bytes_of(self, token_id: int) -> bytes: ...
-
-
-def likeliest(entry: Mapping[int, float], count: int) -> list[tuple[int, float]]:
-    """The ``count`` most probable ids, best first (the chosen token may stand beside them in ``entry``)."""
-    return sorted(entry.items(), key=lambda item: (-item[1], item[0]))[:count]
-
-
-def number(value: float) -> float:
-    """A log-probability as JSON has it, which knows no -inf."""
-    return max(value, -9999.0)
 
 
 def _text(data: bytes) -> str:
