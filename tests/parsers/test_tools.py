@@ -118,6 +118,10 @@ CASES: list[Case] = [
     ("qwen3_coder", f"<seed:tool_call>\n{CODER}\n{CODER}\n</seed:tool_call>\n", "", [PARIS, PARIS]),
     ("qwen3_coder", f"<tool_call>\n{CODER}\n{CODER}\n</tool_call>", "", [PARIS, PARIS]),
     ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", [NOW]),
+    ("qwen3_coder", '<tool_call><function=now>{"a": "5", "b": 5, "c": "null", "d": [1]}</function></tool_call>', "",
+     [("now", {"a": "5", "b": 5, "c": "null", "d": [1]})]),
+    ("qwen3_coder", '<tool_call><function=weather>{"days": "2", "city": 5, "exact": "true"}</function></tool_call>', "",
+     [("weather", {"days": 2, "city": "5", "exact": True})]),
     ("qwen3_coder", "<tool_call><function=weather><parameter=city>\n1\n\n2\n</parameter><parameter=hours>[1, 2]</parameter>"
      "<parameter=exact>True</parameter></function></tool_call>", "",
      [("weather", {"city": "1\n\n2", "hours": [1, 2], "exact": True})]),
