@@ -332,6 +332,36 @@ def test_a_pattern_of_a_length_is_one_beside_others_and_nowhere_else(grammars: G
     assert not follow(grammars, inside, b'{"const": "a"}') and follow(grammars, inside, b'{"const": "aa"}')
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_dot_of_a_pattern_leaves_out_ends_of_lines(grammars: Grammars, nested: bool) -> None:
+    def fits(pattern: str, text: str) -> bool:
+        form: dict[str, Any] = {"type": "regex_schema", "regex_schema": pattern}
+        if nested:  # as behind a thought
+            form = {"type": "structural_tag", "structural_tag": {"format": {"type": "regex", "pattern": pattern}}}
+        return follow(grammars, form, text.encode())
+
+    assert not fits(".", "\r")
+    for pattern in (".*", r"a.?b[.]\.[^.]", r"\\.", r"[\s\S].", "(.|x){2}"):
+        for text in ("", "ab", "a\nb", "aéb..x", "a\nb..x", "a.b..\n", "\\a", "\\\n", "\na", "a\n", "xy"):
+            assert fits(pattern, text) == bool(re.fullmatch(pattern, text)), (pattern, text)
+
+
+def test_what_a_pattern_behind_a_thought_says_is_no_string_of_json(grammars: Grammars) -> None:
+    """A quote may stand there and the end of a line not, as within a string: the end was taken for a quote."""
+    for rule in ({"type": "regex", "pattern": r"[^\n]{2}"}, {"type": "grammar", "grammar": r"root ::= [^\n] [^\n]"}):
+        call = {"type": "json_schema", "json_schema": {"type": "object"}}
+        for node in (rule, {"type": "or", "elements": [call, rule]}):
+            form = {"type": "structural_tag", "structural_tag": {"format": node}}
+            assert not follow(grammars, form, b"x") and follow(grammars, form, b'x"')
+
+
+@pytest.mark.parametrize("pattern", [r"\Aa\Z", r"[\A]", r"\\\z", r"\Qa\E"])
+def test_an_escape_that_means_nothing_is_refused(grammars: Grammars, pattern: str) -> None:
+    """It would be read as its letter: the answer to ``\\Aa`` would be "Aa"."""
+    assert "means nothing in ECMA-262" in refusal(grammars, {"type": "regex_schema", "regex_schema": pattern})
+    assert follow(grammars, {"type": "regex_schema", "regex_schema": r"\\A"}, b"\\A")
+
+
 def test_formats_that_take_long_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few at a time have all their time; so many wait for that, more are sent away; what is short passes them all."""
     grammars, go_on, begun = Grammars(Letters(), SIZE), threading.Event(), threading.Semaphore(0)  # type: ignore[arg-type]

@@ -81,6 +81,7 @@ def test_what_a_schema_says_is_held_to(grammars: Grammars, schema: Any, yes: lis
         ({"type": "number", "multipleOf": 0.5}, "'multipleOf' of numbers that are no integers"),
         ({"multipleOf": 0.5}, "'multipleOf' of numbers that are no integers"),
         ({**STR, "pattern": "^a+$", "minLength": 2}, "'pattern' beside a length"),
+        ({**STR, "pattern": r"\Aa+\Z"}, r"'pattern' with \A, which means nothing in ECMA-262"),
         ({**TWO, "patternProperties": {"^x": INT}}, "'patternProperties' beside 'properties'"),
         ({**TWO, "additionalProperties": False, "required": ["c"]}, "'required', whose c is not among"),
         ({**STR, "const": 1}, "'type' beside 'const'"),

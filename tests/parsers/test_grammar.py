@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -164,18 +165,66 @@ def test_a_thought_comes_first(begun: Any) -> None:
     assert write(grammar.after_thought({"type": "choice", "choice": ["a", "b"]}, thinks, "closed", {}) or {}, 1) in "ab"
 
 
-@pytest.mark.parametrize("form", registry.TOOLS, ids=lambda form: form.name)
-def test_strict_functions_are_guided_among_text(form: Any) -> None:
+def guarded(form: Any) -> tuple[Any, Callable[[str], bool]]:
+    """A matcher of answers where "weather" is strict, and whether it goes on after a text, special tokens in it by
+    their ids."""
     rule = grammar.guarded_calls(form, FUNCTIONS, frozenset(["weather"]), IDS)
     matcher = CORE.GrammarMatcher(compile_format(COMPILER, rule), [EOS], False, -1, None)
-    whole = form.written.first + form.written.begin % "weather"
 
     def takes(text: str) -> bool:
-        """Whether the grammar goes on after ``text``, special tokens in it by their ids."""
         return all(matcher.accept_token(node["token"], False) if node["type"] == "token" else
                    all(matcher.accept_token(byte, False) for byte in node["value"].encode())
                    for node in grammar.literal(text, IDS))  # fmt: skip
 
+    return matcher, takes
+
+
+def test_gpt_oss_thinks_and_answers_beside_strict_functions() -> None:
+    matcher, takes = guarded(registry.tool_format("gpt_oss"))
+    call = '{"unit": "C", "days": 1, "exact": true}'
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for text in (
+        thought + "<|channel|>final<|message|>Hello",
+        thought + "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|>Hello",
+        f"{thought}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{call}<|call|>",
+        f"{thought} to=functions.weather<|channel|>commentary json<|message|>{call}",
+    ):
+        assert takes(text) and matcher.accept_token(EOS, False), text
+        matcher.reset()
+    assert not takes(f"{thought}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{{}}")
+    matcher.reset()
+    assert not takes(f"{thought}<|channel|>commentary to=functions.rm")
+
+
+@pytest.mark.parametrize("specials", [IDS, {}])
+@pytest.mark.parametrize("thinks", [True, False])
+def test_gpt_oss_thinks_before_an_answer_of_a_given_form(thinks: bool, specials: dict[str, int]) -> None:
+    """As other models do; its answer is a message then."""
+    form, reasoning = registry.tool_format("gpt_oss"), registry.reasoning_format("gpt_oss")
+    behind: Any = {"reasoning": reasoning, "begun": None}
+    rule = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes"]}}}
+    answer, call = '<|channel|>final<|message|>"yes"', form.written.begin % "now" + "{}"
+    for made, texts in (
+        (grammar.after_thought(rule, reasoning, None, specials), [answer]),
+        (grammar.calls_or_answer(form, FUNCTIONS, rule, specials, **behind), [answer, call]),
+        (grammar.required_calls(form, FUNCTIONS, specials, **behind), [call]),
+    ):
+        for text in texts:
+            whole = "<|channel|>analysis<|message|>Hm, <b>.<|end|><|start|>assistant" * thinks + text
+            matcher = CORE.GrammarMatcher(compile_format(COMPILER, made or {}), [EOS], False, -1, None)
+            for node in grammar.literal(whole, specials):
+                tokens = [node["token"]] if node["type"] == "token" else list(node["value"].encode())
+                assert all(matcher.accept_token(token, False) for token in tokens), whole
+            assert matcher.accept_token(EOS, False)
+            found = read(form, whole, True, reasoning)
+            assert found.reasoning == "Hm, <b>." * thinks and len(found.calls) == (text is call)
+            assert found.content == '"yes"' * (text is answer)
+
+
+@pytest.mark.parametrize("form", registry.TOOLS, ids=lambda form: form.name)
+def test_strict_functions_are_guided_among_text(form: Any) -> None:
+    matcher, takes = guarded(form)
+    whole = form.written.first + form.written.begin % "weather"
     assert takes("Let me see. ") and takes(whole)
     if form.written.style == "json":
         assert not takes('{"days"')

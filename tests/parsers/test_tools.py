@@ -118,6 +118,10 @@ CASES: list[Case] = [
     ("qwen3_coder", f"<seed:tool_call>\n{CODER}\n{CODER}\n</seed:tool_call>\n", "", [PARIS, PARIS]),
     ("qwen3_coder", f"<tool_call>\n{CODER}\n{CODER}\n</tool_call>", "", [PARIS, PARIS]),
     ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", [NOW]),
+    ("qwen3_coder", '<tool_call><function=now>{"a": "5", "b": 5, "c": "null", "d": [1]}</function></tool_call>', "",
+     [("now", {"a": "5", "b": 5, "c": "null", "d": [1]})]),
+    ("qwen3_coder", '<tool_call><function=weather>{"days": "2", "city": 5, "exact": "true"}</function></tool_call>', "",
+     [("weather", {"days": 2, "city": "5", "exact": True})]),
     ("qwen3_coder", "<tool_call><function=weather><parameter=city>\n1\n\n2\n</parameter><parameter=hours>[1, 2]</parameter>"
      "<parameter=exact>True</parameter></function></tool_call>", "",
      [("weather", {"city": "1\n\n2", "hours": [1, 2], "exact": True})]),
@@ -580,9 +584,27 @@ def test_the_template_says_how_calls_are_written(source: str, name: str | None) 
     assert (found.name if found else None) == name
 
 
+PLACES = {
+    "Place": {"type": "object", "properties": {"street": {"type": "string"}}},
+    "Colour": {"type": "string", "enum": ["1", "2"]},
+    "Chain": {"anyOf": [{"$ref": "#/$defs/Chain"}, {"$ref": "#/$defs/Chain"}]},
+    **{f"Next{i}": {"$ref": f"#/$defs/Next{i + 1}"} for i in range(5000)},
+}  # as pydantic writes the classes of a parameter
+
+
 @pytest.mark.parametrize(
     ("schema", "written", "value"),
     [
+        ({"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, '{"street": "a"}', {"street": "a"}),
+        ({"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]}, "{'street': 'a'}", {"street": "a"}),
+        ({"$ref": "#/$defs/Colour"}, "1", "1"),
+        ({"allOf": [{"$ref": "#/$defs/Colour"}], "default": "1"}, "1", "1"),
+        ({"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}]}, "2", "2"),
+        ({"anyOf": [{}, {"type": "null"}]}, "[1]", [1]),
+        ({"anyOf": [{"$ref": "#/nowhere/at all"}, {"type": "null"}]}, "[1]", [1]),
+        ({"$ref": "#/$defs/Chain"}, "[1]", [1]),
+        ({"$ref": "#/$defs/Next0"}, "[1]", [1]),
         ({"type": "integer"}, "None", None),
         ({"type": ["integer", "null"]}, "null", None),
         ({"type": "string"}, "None", "None"),
@@ -599,7 +621,7 @@ def test_the_template_says_how_calls_are_written(source: str, name: str | None) 
 def test_values_that_are_written_as_python_does(form: str, schema: Any, written: str, value: Any) -> None:
     first, each, last = TAGGED[form]
     parser = registry.open_parser(
-        registry.tool_format(form), None, {"weather": {"properties": {"city": schema}}}, seed="x"
+        registry.tool_format(form), None, {"weather": {"properties": {"city": schema}, "$defs": PLACES}}, seed="x"
     )
     answer = Answer()
     answer.take(

@@ -97,6 +97,7 @@ BAD_IN_BOTH = [
     ("guided_json", {"type": "object", "properties": {"a": {"not": {}}}}),
     ("structured_outputs.json", {"json": {"not": {}}}),
     ("guided_regex", 5),
+    ("guided_regex", r"\A\d+\Z"),
     ("structured_outputs.regex", {"regex": "a", "json_object": True}),
     ("structured_outputs.xml", {"xml": "a"}),
     ("model", 5),

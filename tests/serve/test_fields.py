@@ -285,3 +285,13 @@ def test_no_field_is_silently_dropped(
     assert not wrong, wrong
     untold = set(silent) - told_of(routes) - {field for body, field in ELSEWHERE if body == name}
     assert not untold, sorted(untold)
+
+
+def test_a_message_is_gone_on_with_as_clients_of_vllm_ask_for_it(server: Any) -> None:
+    """vLLM refuses ``continue_final_message`` beside anything else than ``add_generation_prompt=false``."""
+    path = "/v1/chat/completions"
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
+    asked = {"model": "echo", "messages": talk, "max_tokens": 8}
+    closed = outcome(server, path, asked | {"add_generation_prompt": False})
+    both = outcome(server, path, asked | {"add_generation_prompt": False, "continue_final_message": True})
+    assert closed != both == outcome(server, path, asked)

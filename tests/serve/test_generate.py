@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -54,6 +56,21 @@ def test_generate_tells_log_probabilities(start: Any) -> None:
     assert scored["text"] == "" and scored["meta_info"]["completion_tokens"] == 0
     assert scored["meta_info"]["input_token_logprobs"][0] == [None, ord("h")]
     assert len(scored["meta_info"]["input_token_logprobs"]) == 5
+
+
+def test_tokens_that_a_format_rules_out_have_a_number(start: Any, monkeypatch: Any) -> None:
+    server = start()
+    generate = server.engine.generate
+
+    async def ruled(*args: Any, **more: Any) -> AsyncIterator[Any]:
+        async for response in generate(*args, **more):
+            response.logprobs = response.logprobs and [{ord("h"): 0.0, 7: -math.inf, 5: -math.inf}]
+            yield response
+
+    monkeypatch.setattr(server.engine, "generate", ruled)
+    body = {"prompt": "h", "max_tokens": 1, "return_logprob": True, "top_logprobs_num": 3}
+    (told,) = ask(server.url, "/generate", body)[1]["meta_info"]["output_top_logprobs"]
+    assert told == [[0.0, ord("h")], [-9999.0, 5], [-9999.0, 7]]
 
 
 def test_perplexity(start: Any) -> None:
@@ -116,6 +133,19 @@ def test_an_interactive_session_remembers(start: Any) -> None:
     assert turn("hi")["history_tokens"] == 0
     long = turn([{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], session_id=9)
     assert long["text"] == "[system]s[user]q"
+
+
+def test_an_answer_that_goes_on_with_a_message_is_one_with_it(start: Any) -> None:
+    """Else there are two of the assistant's in a row, which many templates refuse."""
+    url, begun = start().url, {"role": "assistant", "content": "Once"}
+    talk = {"session_id": 7, "interactive_mode": True}
+    first = ask(url, "/v1/chat/interactive", talk | {"prompt": [{"role": "user", "content": "q"}, begun]})[1]["text"]
+    then = ask(url, "/v1/chat/interactive", talk | {"prompt": "r"})[1]["text"]
+    assert then == f"[user]q[assistant]Once{first}[user]r"
+    kept = ask(url, "/v1/responses", {"input": [{"role": "user", "content": "q"}, begun]})[1]
+    (said,) = kept["output"][0]["content"]
+    after = ask(url, "/v1/responses", {"input": "r", "previous_response_id": kept["id"]})[1]["output"][0]["content"]
+    assert after[0]["text"] == f"[user]q[assistant]Once{said['text']}[user]r"
 
 
 def test_interactive_takes_lmdeploy_s_fields(start: Any) -> None:

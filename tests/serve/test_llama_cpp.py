@@ -58,6 +58,17 @@ def test_the_prompt_takes_its_time_where_the_answer_is_empty(start: Any, monkeyp
     assert told["prompt_ms"] >= 50 and told["prompt_per_second"] <= 100
 
 
+def test_no_seed_as_llama_cpp_tells_it_is_none(start: Any) -> None:
+    """Clients send back what /props or an answer tells as its settings."""
+    server = start()
+    seed = ask(server.url, "/completion", {"prompt": "a"})[1]["generation_settings"]["seed"]
+    for path, body in (("/completion", {"prompt": "a", "seed": seed}),
+                       ("/api/generate", {"prompt": "a", "options": {"seed": seed}})):  # fmt: skip
+        assert ask(server.url, path, body | {"stream": False})[0] == 200
+        config = server.engine.seen[-1][1]
+        assert config.random_seed is None and config.greedy
+
+
 def test_what_is_asked_for_reaches_the_engine(start: Any) -> None:
     server = start()
     drawn = {"temperature": 0.7, "top_k": 3, "min_p": 0.1, "seed": -1, "repeat_penalty": 1.1, "repeat_last_n": -1}

@@ -314,6 +314,9 @@ def test_a_thought_within_its_budget(start: Any) -> None:
     ask(server, "<think>0123456789</think>{}", **fields)
     rules = [config.response_format["type"] for _, config in server.engine.seen[-2:]]
     assert rules == ["structural_tag", "json_object"]  # behind the thought, then at once
+    ask(server, "<think>0123456789</think>Well.", **budget, min_tokens=60)
+    (begun, _), (went_on, config) = server.engine.seen[-2:]
+    assert config.min_new_tokens == 60 - (len(went_on) - len(begun))
 
 
 @pytest.mark.parametrize("late", [0, 1])

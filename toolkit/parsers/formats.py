@@ -22,7 +22,8 @@ class Call(NamedTuple):
 class Written:
     """What a model is made to write: ``first``, calls with ``between`` them, ``last``. A call: ``begin`` (%s its name),
     its arguments by their schema in ``style``, ``end``. ``trigger``: that part of ``begin`` at which it is clear that a
-    call follows, with what stands before it in ``first``."""
+    call follows, with what stands before it in ``first``. ``others``: what may stand behind the special token that it
+    begins with, where that alone does not make it clear."""
 
     begin: str
     end: str
@@ -31,6 +32,7 @@ class Written:
     last: str = ""
     between: str = "\n"
     trigger: str = ""
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from toolkit.parsers import harmony
 from toolkit.parsers.formats import Functions, ReasoningFormat, ToolFormat
 from toolkit.parsers.thinking import Begun
 
 _TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "list": "array", "dict": "object"}
 _BLANKS = 1  # at most, where JSON leaves them open: models would go on writing them
-_PAUSE = {"type": "regex", "pattern": r"\n{0,2}"}  # between a thought and the answer
+_BREAK = {"type": "const_string", "value": "\n"}
+_PAUSE = {  # between a thought and the answer: at most two
+    "type": "optional",
+    "content": {"type": "sequence", "elements": [_BREAK, {"type": "optional", "content": _BREAK}]},
+}
 Specials = Mapping[str, int]  # special tokens -> their ids: grammars of text never meet these
 Node = dict[str, Any]
 
@@ -40,7 +45,7 @@ def calls_or_answer(
     begun: Begun = None,
 ) -> dict[str, Any]:
     """The answer is calls as ``required_calls`` has them, or follows the response_format ``rule``."""
-    answer = _answer(rule)
+    answer = _answer(rule, reasoning, begun, specials)
     assert answer is not None  # of a request whose fields were checked
     either = _any([_calls(form, functions, specials, several), answer])
     return _format(_row([*_thought(reasoning, begun, specials), either]))
@@ -73,6 +78,8 @@ def guarded_calls(form: ToolFormat, functions: Functions, strict: frozenset[str]
     again = {"type": "star", "content": _row([*literal(written.between, specials), _any(more)])}
     chain = [] if written.first == "" else [again]
     content = _row([*trigger[1:], _any(calls), *chain, *literal(written.last, specials)])
+    if trigger[1:]:
+        content = _any([content, *(_row(literal(text, specials)) for text in written.others)])
     kind = "token_dispatch" if trigger[0]["type"] == "token" else "dispatch"
     first = trigger[0].get("token", trigger[0].get("value"))
     return _format({"type": kind, "rules": [[first, content]]})
@@ -82,11 +89,18 @@ def after_thought(
     rule: dict[str, Any], reasoning: ReasoningFormat, begun: Begun, specials: Specials
 ) -> dict[str, Any] | None:
     """A ``response_format`` for the answer behind a thought; None where ``rule`` can only begin at once."""
-    node = _answer(rule)
+    node = _answer(rule, reasoning, begun, specials)
     return None if node is None else _format(_row([*_thought(reasoning, begun, specials), node]))
 
 
-def _answer(rule: dict[str, Any]) -> Node | None:
+def _answer(rule: dict[str, Any], reasoning: ReasoningFormat | None, begun: Begun, specials: Specials) -> Node | None:
+    node = _rule(rule)
+    if node is None or reasoning is None or not reasoning.harmony or begun == "closed":
+        return node
+    return _row([*literal(harmony.ANSWER, specials), node])
+
+
+def _rule(rule: dict[str, Any]) -> Node | None:
     kind = rule["type"]
     value = rule.get(kind)
     if kind == "json_object":
@@ -104,14 +118,22 @@ def _answer(rule: dict[str, Any]) -> Node | None:
 
 
 def _thought(reasoning: ReasoningFormat | None, begun: Begun, specials: Specials) -> list[Node]:
-    if reasoning is None or begun == "closed" or not reasoning.begins:
+    if reasoning is None or begun == "closed":
         return []
-    body: Node = {"type": "any_text", "excludes": [mark for mark in reasoning.ends if mark not in specials]}
-    end = literal(reasoning.ends[0], specials)
+    begins, ends, pause = reasoning.begins, reasoning.ends, [_PAUSE]
+    if reasoning.harmony:
+        begins, ends, pause = (harmony.THOUGHT[0],), (harmony.THOUGHT[1],), []
+    if not begins:
+        return []
+    body: Node = {
+        "type": "any_text",
+        "excludes": [mark for mark in ends if literal(mark, specials)[0]["type"] != "token"],
+    }
+    end = literal(ends[0], specials)
     if begun == "open" or (begun is None and reasoning.open):
-        return [body, *end, _PAUSE]
-    begin = literal(reasoning.begins[0], specials)
-    return [{"type": "optional", "content": _row([*begin, body, *end, _PAUSE])}]
+        return [body, *end, *pause]
+    begin = literal(begins[0], specials)
+    return [{"type": "optional", "content": _row([*begin, body, *end, *pause])}]
 
 
 def _call(form: ToolFormat, name: str, schema: Any, specials: Specials) -> Node:

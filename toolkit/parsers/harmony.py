@@ -19,6 +19,8 @@ _TO = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _HEADS = ("<|channel|>", "<|start|>", "assistant", "to=")  # what an answer in messages begins with
 _BREAK = "\n\n"  # between two thoughts, or two texts
+THOUGHT = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")  # around one before another message
+ANSWER = "<|channel|>final<|message|>"
 
 
 class Harmony:

@@ -29,6 +29,7 @@ _TYPES = {
 }
 _BLANKS = re.compile(r"\s*")
 _LONGEST = 1 << 16  # characters that are read as Python
+_REFERRED = 64  # parts of a schema that are looked at for one value
 _WRAPPERS = ("arguments", "input", "parameters")
 _LITERALS = {"true": True, "false": False, "none": None}  # as Python writes them
 
@@ -106,12 +107,13 @@ class Tags:
 
 def read_call(name: str, body: str, parameter: Element, functions: Functions) -> Call | None:
     """The call of ``name`` whose parameters are ``body``; None where it is none."""
-    properties = (functions or {}).get(name, {}).get("properties")
+    schema = (functions or {}).get(name, {})
+    properties = schema.get("properties")
     keys = properties if isinstance(properties, Mapping) else {}
     values = _values(body, parameter, keys) if known(name, functions) else None
     if values is None:
         return None
-    given = {key: typed(value, told, keys.get(key)) for key, (value, told) in values.items()}
+    given = {key: typed(value, told, keys.get(key), schema) for key, (value, told) in values.items()}
     arguments = as_arguments(_unwrapped(given, keys))
     return None if arguments is None else Call(name, arguments)
 
@@ -161,9 +163,10 @@ def _ended(
         yield head, value
 
 
-def typed(text: str, told: str | None, schema: Any) -> Any:
-    """``text`` as the value that its parameter's ``schema`` asks for; itself where it is no such value."""
-    wanted = _types(schema)
+def typed(text: str, told: str | None, schema: Any, root: Any = None) -> Any:
+    """``text`` as the value that its parameter's ``schema`` asks for; itself where it is no such value. ``root``: the
+    schema of all parameters, to whose parts it may refer."""
+    wanted = _types(schema, root, {})
     if wanted == {str} or (told == "true" and (not wanted or str in wanted)):
         return text
     word = text.strip()
@@ -195,17 +198,34 @@ def _container(text: str) -> Any:
     return text
 
 
-def _types(schema: Any) -> set[type]:
-    """Python's types for the values that a schema names; empty: it does not say."""
+def _types(schema: Any, root: Any, known: dict[str, set[type]]) -> set[type]:
+    """Python's types for the values that a schema names; empty: it does not say. ``known``: of parts of ``root`` that
+    were referred to before, each of which is looked at once."""
     if not isinstance(schema, Mapping):
         return set()
-    kinds = schema.get("type")
+    if isinstance(reference := schema.get("$ref"), str):
+        if reference not in known and len(known) < _REFERRED:
+            known[reference] = set()  # of one that refers to itself
+            known[reference] = _types(_part(root, reference), root, known)
+        return known.get(reference, set())
+    kind = schema.get("type")
     found: set[type] = set()
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        found.update(_TYPES.get(kind, ()) if isinstance(kind, str) else ())
+    for each in kind if isinstance(kind, list) else [kind]:
+        found.update(_TYPES.get(each, ()) if isinstance(each, str) else ())
     for name in ("anyOf", "oneOf", "allOf"):
-        for each in schema.get(name) or () if isinstance(schema.get(name), list) else ():
-            found |= _types(each)
+        parts = schema.get(name)
+        ways = [_types(part, root, known) for part in parts] if isinstance(parts, list) else []
+        if name == "allOf" or all(ways):  # else one of them may be anything
+            found = found.union(*ways)
     if not found and isinstance(schema.get("enum"), list):
         found = {type(value) for value in schema["enum"]}
     return found
+
+
+def _part(root: Any, reference: str) -> Any:
+    """The part of a schema that ``reference`` ("#/$defs/Place") names; None where there is none."""
+    first, *names = reference.split("/")
+    part = root if first == "#" else None
+    for name in names:
+        part = part.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
+    return part

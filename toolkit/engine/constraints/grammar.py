@@ -22,7 +22,7 @@ from toolkit.base.threads import usable_cores
 from toolkit.box.box import STAND_BACK, Box, Crowded, LimitError, Limits, OutOfTime, Ticket
 from toolkit.engine.constraints.grammar_cost import SMALLER, Hostility, check_cost, given_seconds
 from toolkit.engine.constraints.grammar_ends import end_is_near
-from toolkit.engine.constraints.grammar_format import check_format, fitted_format
+from toolkit.engine.constraints.grammar_format import check_format, fitted_format, kinds_of_nodes
 from toolkit.engine.constraints.grammar_job import Compilers
 from toolkit.engine.constraints.grammar_pace import Pace
 from toolkit.engine.constraints.json_tokens import JsonTokens, has
@@ -40,7 +40,7 @@ _LINE = 6  # and so many may then wait for a long turn, which stands back for th
 _DEAR_S = 2.0  # who may take more has turns, and a line, of its own, one at a time, and stands back for all others
 _WAIT_S = 1.2  # from its arrival on that a format waits for a long turn at most while there are hostile ones
 _KEPT, _KEPT_BYTES = 64, 256 << 20  # compiled grammars
-_JSON = ("json_object", "json_schema", "structural_tag")  # formats whose texts are JSON, or have it in them
+_JSON = ("json_object", "json_schema")  # formats whose texts are JSON
 SPARE = 32  # tokens, or an eighth of what a text may have: so much longer a token may make the way to its end
 DEAD_END = "response_format: has come to a place from which no text goes on: part of it can never be fulfilled"
 _REMEMBERED = 1024  # grammars that were refused: they are not tried again
@@ -156,7 +156,7 @@ class Grammars:
                     self._refused.popitem(last=False)
             raise UsageError(text) from e
         near = end_is_near(response_format)
-        compiled = Compiled(found, kind in _JSON, max(size, found.memory_size_bytes()), near)
+        compiled = Compiled(found, _is_json(response_format), max(size, found.memory_size_bytes()), near)
         with self._changed:
             self._compiled[key] = compiled
             while len(self._compiled) > 1 and (
@@ -189,6 +189,15 @@ class Grammars:
             return run(given * larger, nice)
         finally:
             turns.end()
+
+
+def _is_json(response_format: dict[str, Any]) -> bool:
+    """Whether its texts are JSON, or have it in them and nothing that a pattern or a grammar says: there a quote may be
+    allowed and the end of a line not, which is else so in a string alone."""
+    if response_format["type"] != "structural_tag":
+        return response_format["type"] in _JSON
+    kinds = kinds_of_nodes(response_format["structural_tag"])
+    return "json_schema" in kinds and kinds.isdisjoint(("regex", "grammar"))
 
 
 class _Turns:

@@ -15,6 +15,7 @@ import json
 from typing import Any
 
 from toolkit.engine.constraints.grammar_schema import fitted
+from toolkit.engine.constraints.schema_patterns import strange_escape, within_lines
 from toolkit.errors import UsageError
 
 TYPES = ("text", "json_object", "json_schema", "regex_schema", "grammar", "choice", "structural_tag")
@@ -51,6 +52,10 @@ def check_format(response_format: Any) -> None:
     _check_size(kind, value)
     if kind == "regex_schema":
         _check_regex(kind, str(value))
+        try:
+            check_escapes(str(value))
+        except UsageError as error:
+            raise UsageError(f"response_format: {error}") from error
     try:  # an error of which it would be a part could not be told
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -58,10 +63,13 @@ def check_format(response_format: Any) -> None:
 
 
 def fitted_format(response_format: dict[str, Any]) -> dict[str, Any]:
-    """The same with schemas in words that xgrammar holds to. Raises UsageError, one line, where a ``json_schema`` says
-    more than a grammar can, unless it is ``strict: false``. Of the arguments of calls as much is held to as can be.
+    """The same with schemas and patterns in words that xgrammar holds to. Raises UsageError, one line, where a
+    ``json_schema`` says more than a grammar can, unless it is ``strict: false``. Of the arguments of calls as much is
+    held to as can be.
     """
     kind = response_format["type"]
+    if kind == "regex_schema":
+        return {**response_format, kind: within_lines(response_format[kind])}
     if kind == "structural_tag":
         return {**response_format, kind: _fitted_nodes(response_format[kind])}
     if kind != "json_schema":
@@ -83,20 +91,45 @@ def check_held(what: str, schema: Any) -> None:
         raise UsageError(beyond(what, lost))
 
 
+def check_escapes(pattern: str) -> None:
+    """Raise UsageError, one line, for a regex_schema with an escape that would be read as its letter."""
+    if strange := strange_escape(pattern):
+        raise UsageError(
+            f"the regex_schema has {strange}, which means nothing in ECMA-262; ^ and $ are a text's start and end"
+        )
+
+
 def beyond(what: str, lost: list[str]) -> str:
     """What to tell of a schema of which ``fitted`` lost something."""
     return f"{what} has {lost[0]:.200}, to which no answer can be held here; leave it out, or say strict: false"
 
 
 def _fitted_nodes(node: Any) -> Any:
-    """A structural tag, whose schemas are in nodes of their own kind."""
+    """A structural tag, whose schemas and patterns are in nodes of their own kinds."""
     if isinstance(node, list):
         return [_fitted_nodes(part) for part in node]
     if not isinstance(node, dict):
         return node
     if node.get("type") == "json_schema":
         return {**node, "json_schema": fitted(node["json_schema"])[0]}
+    if node.get("type") == "regex":
+        return {**node, "pattern": within_lines(node["pattern"])}
     return {name: _fitted_nodes(part) for name, part in node.items()}
+
+
+def kinds_of_nodes(tag: Any) -> set[str]:
+    """The types of a structural tag's nodes."""
+    found: set[str] = set()
+    stack = [tag]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, list):
+            stack += node
+        elif isinstance(node, dict):
+            kind = node.get("type")
+            found |= {kind} if isinstance(kind, str) else set()
+            stack += [part for name, part in node.items() if name != "json_schema"]
+    return found
 
 
 def _check_size(kind: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Patterns that xgrammar reads otherwise than ECMA-262 has them, or writes as no JSON."""
+"""Patterns as ECMA-262 has them, which xgrammar reads otherwise, or writes as no JSON."""
 
 from __future__ import annotations
 
@@ -16,6 +16,24 @@ _CONTROLS = re.compile(r"[\x00-\x1f]|\\(?:[tnrfv0]|c[A-Za-z]|x[01]|u00[01]|u\{0*
 _ESCAPED = re.compile(r'"|\\["\\]|\\(?:x|u00|u\{0*)(?:22|5[cC])\}?')
 _AROUND = ("(?=", "(?!", "(?<=", "(?<!")
 _EDGES = ("\\b", "\\B")
+_STRANGE = re.compile(r"\\(?![dDwWsSnrtfvbBxucpPk])[A-Za-z]")  # escapes that say nothing: each is read as its letter
+_NO_END = r"[^\n\r]"  # of a line
+
+
+def strange_escape(pattern: str) -> str | None:
+    """The first escape that means nothing in a pattern, as Python's ``\\A`` and ``\\Z``; None where there is none."""
+    lexemes = _LEXEMES.findall(pattern)
+    return next((found[0] for lexeme in lexemes if (found := _STRANGE.search(_unescaped(lexeme)))), None)
+
+
+def _unescaped(lexeme: str) -> str:
+    """Without backslashes that stand for themselves."""
+    return lexeme.replace("\\\\", "")
+
+
+def within_lines(pattern: str) -> str:
+    """The same, whose dots leave out the ends of lines: xgrammar's do not."""
+    return "".join(_NO_END if lexeme == "." else lexeme for lexeme in _LEXEMES.findall(pattern))
 
 
 def fault(pattern: str) -> str | None:
@@ -25,6 +43,8 @@ def fault(pattern: str) -> str | None:
         return ", which looks at what is around"
     if any(_CONTROLS.search(lexeme) for lexeme in lexemes if lexeme[:2] not in ("\\\\", "[^")):
         return " of control characters"
+    if strange := strange_escape(pattern):
+        return f" with {strange}, which means nothing in ECMA-262"
     if any(_ESCAPED.fullmatch(lexeme) for lexeme in lexemes):
         return " of quotes or backslashes"
     return ", in which ^ or $ is not at an end" if _anchored_within(pattern, lexemes) else None

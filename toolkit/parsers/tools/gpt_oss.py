@@ -25,6 +25,8 @@ FORMAT = ToolFormat(
         "",
         between="<|call|><|start|>assistant",
         trigger="<|channel|>commentary to=functions.",
+        # Thoughts, answers and words before a call; and where the recipient stands before the channel.
+        others=("analysis", "final", *(f"commentary{kind}<|message|>" for kind in ("", " json", " <|constrain|>json"))),
     ),
     signs=(("<|channel|>", "<|start|>"),),
     harmony=True,

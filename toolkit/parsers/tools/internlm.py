@@ -13,6 +13,7 @@ FORMAT = ToolFormat(
         '<|action_start|><|plugin|>\n{"name": "%s", "parameters": ',
         "}<|action_end|>",
         trigger="<|action_start|><|plugin|>",
+        others=("<|interpreter|>",),
     ),
     signs=(("<|plugin|>",),),
 )

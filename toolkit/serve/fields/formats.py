@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from toolkit.engine.constraints.grammar_format import check_held
+from toolkit.engine.constraints.grammar_format import check_escapes, check_held
 from toolkit.errors import UsageError
 from toolkit.serve.fields.strict import Strict
 
@@ -45,11 +45,13 @@ class ResponseFormat(Strict):
     def _held_to(self) -> ResponseFormat:
         """Looked at here, for behind a thought or beside tools the engine sees a part of a larger grammar."""
         asked = self.json_schema
-        if asked is not None and asked.strict is not False:
-            try:
+        try:
+            if asked is not None and asked.strict is not False:
                 check_held("the json_schema", asked.schema_)
-            except UsageError as error:
-                raise ValueError(str(error)) from error
+            if self.regex_schema is not None:
+                check_escapes(self.regex_schema)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
         return self
 
     def rule(self) -> dict[str, Any] | None:

@@ -266,10 +266,16 @@ class ChatCompletionRequest(ReadingRequest, ToolFields):
         return self
 
     @property
+    def opens_answer(self) -> bool:
+        """Whether the prompt ends where an answer begins, or goes on. Clients of vLLM, which goes on with one beside
+        ``add_generation_prompt=false`` alone, send both."""
+        return self.add_generation_prompt is not False or bool(self.continue_final_message)
+
+    @property
     def continued(self) -> str:
         """The text of the assistant's message that the answer goes on with; "" where it begins a new one."""
         last = self.messages[-1]
-        if last.role != "assistant" or last.tool_calls or self.add_generation_prompt is False:
+        if last.role != "assistant" or last.tool_calls or not self.opens_answer:
             return ""
         return (
             last.content

@@ -59,7 +59,8 @@ async def within(
     if left < 1:
         yield replace(said, text="", token_ids=[], logprobs=None, finish_reason="length")
         return
-    config = replace(budget.after, max_new_tokens=left, min_new_tokens=None)
+    least = min((choice.config.min_new_tokens or 0) - before, left)
+    config = replace(budget.after, max_new_tokens=left, min_new_tokens=least if least > 0 else None)
     rest = replace(
         choice, token_ids=[*choice.token_ids, *token_ids, *budget.token_ids], config=config, budget=None, progress=False
     )

@@ -108,15 +108,14 @@ async def encode_chat(
 
     The log shows the rendered prompt at level INFO, as the request ``name``'s.
     """
-    add_prompt = request.add_generation_prompt is not False
-
     variables = request.template_variables
     if request.told_tools and state.formats_of(request.model).tools is None:
         what = "this model's chat template has no place for them, or a way of calling that is not known"
         raise bad_field("tools", f"{what}; name one by the server's --tool-call-parser")
 
     def render(messages: list[dict[str, Any]]) -> str:
-        text = state.template_of(request.model).render(messages, add_generation_prompt=add_prompt, **variables)
+        template = state.template_of(request.model)
+        text = template.render(messages, add_generation_prompt=request.opens_answer, **variables)
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s: prompt %r", name, state.shorten(text))
         return text

@@ -11,6 +11,8 @@ from toolkit.serve.fields.parameters import given_parameters, parameter, with_pa
 from toolkit.serve.fields.protocol import Stop
 from toolkit.serve.fields.strict import Strict
 
+SEEDLESS = 0xFFFFFFFF  # how llama.cpp says that a seed is drawn: -1 in 32 bits
+
 
 def only(neutral: Any, or_below: bool = False) -> AfterValidator:
     """A field of what is not built here: it may have the value that changes nothing, and perhaps any below that."""
@@ -83,7 +85,7 @@ class LlamaSampling(Strict):
     def sampling(self) -> dict[str, Any]:
         """The same in the words of our own API."""
         given = given_parameters(self)
-        if given.get("seed", 0) < 0:
+        if given.get("seed", 0) < 0 or given.get("seed") == SEEDLESS:
             del given["seed"]  # any
         if self.repeat_penalty is not None:
             given["repetition_penalty"] = self.repeat_penalty

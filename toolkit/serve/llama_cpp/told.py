@@ -12,9 +12,8 @@ from toolkit.messages import Response
 from toolkit.serve.generation.plain import Plain
 from toolkit.serve.generation.running import running
 from toolkit.serve.llama_cpp.fields import Generation
+from toolkit.serve.llama_cpp.sampling import SEEDLESS
 from toolkit.serve.openai.logprobs import chat_logprobs
-
-SEEDLESS = 0xFFFFFFFF  # how llama.cpp says that a seed is drawn
 
 
 def settings(config: GenerationConfig, session_len: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from toolkit.serve.fields.protocol import SampledRequest, TokenId
 from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import run_choices
+from toolkit.serve.generation.likeliest import likeliest, number
 from toolkit.serve.generation.pooling import run_prompts
 from toolkit.serve.generation.read import encode_prompt, parse
 from toolkit.serve.generation.sampling import generation_config
@@ -159,11 +160,11 @@ class RawAnswer:
 
 def _logprobs(kind: str, ids: list[int], found: list[Any], top: int) -> dict[str, Any]:
     """``kind``_token_logprobs as (log-probability, id) of each token, None where it has none; and the best ``top``."""
-    pairs = [(entry[token] if entry else None, token) for token, entry in zip(ids, found, strict=False)]
+    pairs = [(number(entry[token]) if entry else None, token) for token, entry in zip(ids, found, strict=False)]
     told: dict[str, Any] = {f"{kind}_token_logprobs": pairs}
     if top:
         told[f"{kind}_top_logprobs"] = [
-            entry and sorted(((value, token) for token, value in entry.items()), reverse=True)[:top] for entry in found
+            entry and [(number(value), token) for token, value in likeliest(entry, top)] for entry in found
         ]
     return told
 

@@ -17,6 +17,7 @@ from toolkit.serve.fields.message import Messages
 from toolkit.serve.fields.protocol import SampledRequest
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import run_choices
+from toolkit.serve.generation.history import with_answer
 from toolkit.serve.generation.read import encode_text, parse, refuse_pictures, run_sized
 from toolkit.serve.generation.sampling import generation_config
 from toolkit.serve.http.access.users import current_user, sent_digest
@@ -186,6 +187,6 @@ class Turn:
                 async for _, delta in stream:
                     text += delta.text
                     if kept and delta.finish_reason is not None:
-                        talk.messages = [*messages, {"role": "assistant", "content": text}]
+                        talk.messages = with_answer(messages, {"role": "assistant", "content": text})
                         talk.tokens = len(ids) + delta.generate_token_len
                     yield delta, before, len(ids)

@@ -6,20 +6,13 @@ import codecs
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from toolkit.serve.generation.likeliest import likeliest, number
+
 
 class TokenBytes(Protocol):
     @property
     def special_ids(self) -> Collection[int]: ...
     def bytes_of(self, token_id: int) -> bytes: ...
-
-
-def _top(entry: Mapping[int, float], count: int) -> list[tuple[int, float]]:
-    """The ``count`` most probable ids, best first (the chosen token may stand beside them in ``entry``)."""
-    return sorted(entry.items(), key=lambda item: (-item[1], item[0]))[:count]
-
-
-def _number(value: float) -> float:
-    return max(value, -9999.0)  # -inf is no JSON
 
 
 def _text(data: bytes) -> str:
@@ -43,11 +36,11 @@ def chat_logprobs(
     def item(token: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.bytes_of(token)
         named = {"id": token} if ids else {}
-        return {**named, "token": _text(data), "logprob": _number(logprob), "bytes": list(data)}
+        return {**named, "token": _text(data), "logprob": number(logprob), "bytes": list(data)}
 
     content = []
     for token, entry in zip(token_ids, entries, strict=False):
-        top = [item(*pair) for pair in _top(entry, count)]
+        top = [item(*pair) for pair in likeliest(entry, count)]
         content.append({**item(token, entry.get(token, float("-inf"))), "top_logprobs": top})
     return content
 
@@ -64,11 +57,11 @@ def prompt_logprobs(
         if entry is None:
             told.append(None)
             continue
-        ranks = {i: rank for rank, (i, _) in enumerate(_top(entry, count), 1)}
+        ranks = {i: rank for rank, (i, _) in enumerate(likeliest(entry, count), 1)}
         told.append(
             {
                 str(i): {
-                    "logprob": _number(entry.get(i, float("-inf"))),
+                    "logprob": number(entry.get(i, float("-inf"))),
                     "rank": ranks.get(i),
                     "decoded_token": _text(tokenizer.bytes_of(i)),
                 }
@@ -100,7 +93,7 @@ class CompletionLogprobs:
             tokens.append(_text(data))
             offsets.append(self._offset)
             self._offset += self._shown(token, self._decoder.decode(data), echoed)
-            logprobs.append(None if entry is None else _number(entry.get(token, float("-inf"))))
+            logprobs.append(None if entry is None else number(entry.get(token, float("-inf"))))
             tops.append(None if entry is None else self._alternatives(token, entry))
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
@@ -118,6 +111,6 @@ class CompletionLogprobs:
     def _alternatives(self, chosen: int, entry: Mapping[int, float]) -> dict[str, float]:
         """The best ``count`` and the chosen one; of two tokens that spell the same text the better one stays."""
         found: dict[str, float] = {}
-        for token, value in [*_top(entry, self.count), (chosen, entry.get(chosen, float("-inf")))]:
-            found.setdefault(_text(self.tokenizer.bytes_of(token)), _number(value))
+        for token, value in [*likeliest(entry, self.count), (chosen, entry.get(chosen, float("-inf")))]:
+            found.setdefault(_text(self.tokenizer.bytes_of(token)), number(value))
         return found

@@ -12,6 +12,7 @@ from starlette.responses import Response as HttpResponse
 from toolkit.configs.checks import shown
 from toolkit.serve.fields.protocol import ChatCompletionRequest
 from toolkit.serve.generation.chat import Chat
+from toolkit.serve.generation.history import with_answer
 from toolkit.serve.generation.read import encode_chat, parse, translated
 from toolkit.serve.http.access.users import current_user
 from toolkit.serve.http.errors import ApiError, bad_field
@@ -61,7 +62,7 @@ async def responses(raw: Request) -> HttpResponse:
         more = sum(map(len, (answer.content, answer.reasoning, *(str(call) for call in answer.calls))))
         before = [] if earlier is None else [*earlier.items, *earlier.response["output"]]
         items = [*before, *input_items(chat.id, asked.input)]
-        state.kept.put(response, [*talk, answer.message()], items, size + more, owner)
+        state.kept.put(response, with_answer(talk, answer.message()), items, size + more, owner)
 
     told = Told(asked, chat, keep)
     return EventReply(told.events(), WIRE) if asked.stream else JsonReply(told.whole, WIRE)
