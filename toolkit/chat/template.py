@@ -308,7 +308,7 @@ class ChatTemplate:
     def _takes_texts(self) -> dict[str, bool]:
         """Whether a template that reads parts prints a content that is text too, by role. Llama 3.2 Vision's has no
         other way for the system's, and for a user's beside tools: of parts it writes the list."""
-        asked = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+        asked: Message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
         user, answer, system = ({"role": role, "content": _END} for role in ("user", "assistant", "system"))
         talks = {"user": [user], "assistant": [asked, answer], "system": [system, asked]}
         return {role: self._prints(talk) for role, talk in talks.items()}
