@@ -120,7 +120,7 @@ NOON = '<|tool_response>response:now{value:<|"|>noon<|"|>}<tool_response|>'
 def make(tokenizer_dirs: dict[str, Path], tmp_path: Path) -> Any:
     """A tokenizer with this template, and Gemma 4's marks among its special tokens."""
 
-    def made(source: str) -> tuple[Tokenizer, ChatTemplate]:
+    def made(source: str, picture: str | None = None) -> tuple[Tokenizer, ChatTemplate]:
         path = tmp_path / "model"
         shutil.copytree(tokenizer_dirs["byte_level"], path)
         data = json.loads((path / "tokenizer.json").read_text())
@@ -131,7 +131,7 @@ def make(tokenizer_dirs: dict[str, Path], tmp_path: Path) -> Any:
         config = json.loads((path / "tokenizer_config.json").read_text())
         (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": source}))
         tokenizer = Tokenizer.open(path)
-        return tokenizer, ChatTemplate.open(tokenizer, path)
+        return tokenizer, ChatTemplate.open(tokenizer, path, picture=picture)
 
     return made
 
@@ -167,6 +167,24 @@ def test_first_templates_have_results_beside_calls(make: Any) -> None:
     assert str(template.render(talk[:-1])).endswith(f"{told}Sunny.")
     said = [*TALK[:2], {**TALK[2], "content": "I look."}, *TALK[3:]]
     assert str(template.render(said)).endswith("<|turn>model\nI look.<turn|>\n" + told)
+
+
+PARTS = """
+    {%- if message.content is string -%}{{ message.content }}{%- else -%}
+        {%- for part in message.content -%}{{ part.text if part.type == 'text' else '<|image|>' }}{%- endfor -%}
+    {%- endif -%}
+"""
+
+
+def test_models_that_see_have_results_beside_calls_too(make: Any) -> None:
+    """A result ended in a traceback once: its text had become parts before."""
+    _, template = make(OLD.replace("{{- message.content -}}", PARTS), picture="<|image|>")
+    image = {"type": "image_url", "image_url": {"url": "a.png"}}
+    talk = [TALK[0], {"role": "user", "content": [image, {"type": "text", "text": "Weather?"}]}, *TALK[2:]]
+    told = f"<|turn>model\n{CALLS}<|tool_response>response:weather{{sun:true}}<tool_response|>{NOON}"
+    assert str(template.render(talk)).endswith(f"<|turn>user\n<|image|>Weather?<turn|>\n{told}")
+    said = [*talk[:2], {**TALK[2], "content": "I look."}, *TALK[3:]]
+    assert str(template.render(said)).endswith(f"<|turn>model\nI look.<turn|>\n{told}")
 
 
 def test_an_answer_ends_behind_calls_too(make: Any) -> None:

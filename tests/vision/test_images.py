@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -74,6 +75,35 @@ def test_exif_turns() -> None:
     image = open_image(turned(), Rules())
     assert image.size == (4, 6)
     assert image.getpixel((3, 2)) == (0, 0, 255) and image.getpixel((0, 2)) == RED
+
+
+ORIENTATION, WIDTH, RESOLUTION, UNIT = 0x112, 0x100, 0x11A, 0x128
+SHORT, ASCII, LONG = 3, 2, 4
+LIES = (ORIENTATION, SHORT, 1, b"\6\0")  # to be turned to the right
+
+
+def exif_of(*fields: tuple[int, int, int, bytes]) -> bytes:
+    entries = b"".join(struct.pack("<HHI4s", *field) for field in sorted(fields))
+    return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", len(fields)) + entries + bytes(4)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize(
+    ("exif", "size"),
+    [
+        (exif_of(LIES, (WIDTH, ASCII, 4, b"abc\0")), (4, 6)),
+        (exif_of(LIES, (RESOLUTION, ASCII, 4, b"abc\0")), (4, 6)),
+        (exif_of(LIES, (UNIT, LONG, 1, b"\0\0\1\0")), (4, 6)),
+        (b"Exif\0\0not a directory", (6, 4)),
+    ],
+    ids=["width", "resolution", "unit", "none"],
+)
+def test_odd_exif_data_are_no_reason_to_refuse_a_picture(kind: str, exif: bytes, size: tuple[int, int]) -> None:
+    """Cameras and editors write fields of other types than the standard's, and what is no EXIF at all."""
+    data = saved(plain(), kind, exif=exif)
+    given = Image.open(io.BytesIO(data))
+    assert open_image(data, Rules()).size == open_image(given, Rules()).size == size
+    assert given.size == (6, 4), "the user's own picture was turned"
 
 
 def test_sources(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import base64
 import io
 import json
 import shutil
+import struct
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -123,6 +124,23 @@ def test_chosen_frames_rise_and_are_there(
     assert 1 <= len(found) <= min(count, total)
     assert found == sorted(set(found)) and 0 <= found[0] and found[-1] < total
     assert fps is not None or len(found) == min(count, total)
+
+
+@pytest.mark.parametrize(("field", "ticks"), [("duration", 2000), ("start", 8192)])
+def test_frames_that_an_edit_list_cuts_away_are_none(tmp_path: Path, field: str, ticks: int) -> None:
+    """Phones trim a video by its edit list alone: what is cut away stays in the file, and is decoded for the rest."""
+    import av
+
+    data = bytearray(written(tmp_path / "a.mp4", 45, codec="libx264").read_bytes())
+    at = data.index(b"elst") + 12  # its first entry: duration in thousandths of a second, start in the track's ticks
+    struct.pack_into(">I", data, at + (0 if field == "duration" else 4), ticks)
+    with av.open(io.BytesIO(data)) as container:
+        shown = [(float(frame.time), frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
+    assert 10 < len(shown) < 45, "nothing is cut away, or everything"
+    found = loaded(bytes(data), num_frames=99)
+    np.testing.assert_array_equal(found.frames, [pixels for _, pixels in shown])
+    np.testing.assert_allclose(found.seconds, [time - shown[0][0] for time, _ in shown], atol=1e-6)
+    assert len(loaded(bytes(data), num_frames=5)) == 5
 
 
 def test_a_turned_video_is_shown_upright(tmp_path: Path) -> None:

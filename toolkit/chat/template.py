@@ -247,11 +247,11 @@ class ChatTemplate:
         chosen = self._found.sources["default"]
         if values["tools"]:
             chosen = self._found.sources.get("tool_use", chosen)
-        turns = self._with_pictures(turns, parts=self.picture is not None and self._takes_parts)
         if not self._found.knows_ipython:
             turns = [{**turn, "role": "tool"} if turn["role"] == "ipython" else turn for turn in turns]
         if "tool_responses" in chosen and "tool_call_id" not in chosen:  # it knows results there alone
             turns = results_beside_calls(turns)
+        turns = self._with_pictures(turns, parts=self.picture is not None and self._takes_parts)
         try:
             return self._rendered(chosen, turns, values)
         except TemplateRefusal as e:
@@ -302,25 +302,38 @@ class ChatTemplate:
     def _takes_parts(self) -> bool:
         """Whether the template reads a message's content part by part, found by rendering one: it then writes itself
         what stands for pictures."""
-        turns = [{"role": "user", "content": [{"type": "text", "text": _END}]}]
+        return self._prints([{"role": "user", "content": [{"type": "text", "text": _END}]}])
+
+    @cached_property
+    def _takes_texts(self) -> dict[str, bool]:
+        """Whether a template that reads parts prints a content that is text too, by role. Llama 3.2 Vision's has no
+        other way for the system's, and for a user's beside tools: of parts it writes the list."""
+        asked: Message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+        user, answer, system = ({"role": role, "content": _END} for role in ("user", "assistant", "system"))
+        talks = {"user": [user], "assistant": [asked, answer], "system": [system, asked]}
+        return {role: self._prints(talk) for role, talk in talks.items()}
+
+    def _prints(self, turns: list[Message]) -> bool:
+        """Whether the template writes the _END that is in ``turns``."""
         try:
-            text = self._rendered(self._found.sources["default"], turns, _NO_MORE)
+            return _END in self._rendered(self._found.sources["default"], turns, _NO_MORE)
         except (TemplateRefusal, ValueError):
             return False
-        return _END in text
 
     def _with_pictures(self, turns: list[Message], parts: bool) -> list[Message]:
-        """``turns`` with what stands for pictures as the template wants it: every content in ``parts``, or as text."""
+        """``turns`` with what stands for pictures as the template wants it: contents with any in ``parts``, and others
+        where it takes no text; or all as text."""
         if self.picture is None:
             return turns
         made = []
         for turn in turns:
             texts = turn["content"].split(PICTURE)
             content: Any = self.picture.join([texts[0], *(text.removeprefix("\n") for text in texts[1:])])
-            if parts:
+            if parts and (len(texts) > 1 or not self._takes_texts.get(turn["role"], self._takes_texts["user"])):
                 pieces = [[{"type": "image"}, {"type": "text", "text": text}] for text in texts]
                 content = [p for piece in pieces for p in piece][1:]
-                content = [p for p in content if p != {"type": "text", "text": ""}] or content[:1]
+                nothing = "" if turn.get("tool_calls") else content[:1]  # templates ask whether calls are all there is
+                content = [p for p in content if p != {"type": "text", "text": ""}] or nothing
             made.append({**turn, "content": content})
         return made
 

@@ -148,15 +148,11 @@ def to_rgb(image: Image, rules: Rules, shown: str, *, ours: bool = False) -> Ima
     Beside the picture there is one in RGB in memory at most: what Pillow would make several whole copies for is done
     strip by strip.
     """
-    from PIL import ImageOps
-
     check_size(image.width, image.height, rules, shown)
     try:
-        if ours:
-            image.load()
-            ImageOps.exif_transpose(image, in_place=True)
-        else:
-            image = ImageOps.exif_transpose(image)
+        image.load()
+        image = image if ours else image.copy()
+        _turn(image)
         if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off instead of scaling
             return _by_strips(image, _eight_bits)
         if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
@@ -164,6 +160,20 @@ def to_rgb(image: Image, rules: Rules, shown: str, *, ours: bool = False) -> Ima
         return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as e:
         raise UsageError(f"{shown}: the picture is broken or cut off: {str(e) or type(e).__name__}") from e
+
+
+def _turn(image: Image) -> None:
+    """Turn it upright, where its EXIF data tell how it lies; what else they have, or that nobody can read them, is no
+    reason to refuse the picture."""
+    from PIL import ExifTags, ImageOps
+
+    try:
+        exif = image.getexif()
+        for tag in set(exif) - {ExifTags.Base.Orientation}:  # Pillow writes them anew, and stumbles on odd ones
+            del exif[tag]
+    except Exception:
+        return
+    ImageOps.exif_transpose(image, in_place=True)
 
 
 def _by_strips(image: Image, work: Callable[[Image], Image]) -> Image:

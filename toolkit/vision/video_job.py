@@ -57,10 +57,11 @@ def start(setup: Any, data: bytes) -> Callable[[Any, bytes], tuple[Any, Any]]:
         if width * height > value["max_pixels"]:
             found = f"{width} x {height} = {width * height:,}"
             raise ValueError(f"expected frames of at most {value['max_pixels']:,} pixels, found {found}")
-        packets = [(p.pts, p.is_keyframe) for p in container.demux(stream) if p.pts is not None and p.size]
-        if not packets:
+        packets = [p for p in container.demux(stream) if p.pts is not None and p.size]
+        keys = sorted(p.pts for p in packets if p.is_keyframe)
+        times = sorted(p.pts for p in packets if not p.is_discard)  # others were cut away: they are decoded, not shown
+        if not times:
             raise ValueError("expected a video, found no frame in it")
-        times, keys = sorted(pts for pts, _ in packets), sorted(pts for pts, key in packets if key)
         tick = float(stream.time_base)
         mean = (times[-1] - times[0]) / max(len(times) - 1, 1) or 1 / (tick * float(stream.average_rate or 25))
         duration = (times[-1] - times[0] + mean) * tick

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NECK_EPS = 1e-6  # of the norms behind its convolutions; ``HighTower.eps`` is that of its layers
+
 
 @dataclass(frozen=True)
 class HighTower:

@@ -43,9 +43,10 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
+        rope=[None] * dims.layers,
         attention_bias=True,
         activation="gelu_tanh",
-        change=lambda i, own: replace(own, rope=None, alibi=alibi),
+        change=lambda i, own: replace(own, alibi=alibi),
         feed_forward=lambda i: plain_mlp(i, dims, "gelu_tanh", True),
         norm=norm,
         rename=renamed(NAMES, {"model.layers.": "transformer.h."}),

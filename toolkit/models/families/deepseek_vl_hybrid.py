@@ -102,6 +102,7 @@ FAMILY = Family(
                     output_channels=8,
                     window_size=4,
                     global_attn_indexes=[1, 2],
+                    layer_norm_eps=0.1,
                 ),
             ),
             preprocessor=dict(

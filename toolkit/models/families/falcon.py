@@ -41,9 +41,10 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
+        rope=None if alibi is None else [None] * dims.layers,
         attention_bias=bias,
         activation=act,
-        change=lambda i, a: a if alibi is None else replace(a, rope=None, alibi=alibi),
+        change=lambda i, a: replace(a, alibi=alibi),
         feed_forward=lambda i: plain_mlp(i, dims, act, bias),
         norm=partial(layer_norm, eps=dims.eps, bias=True),
         norms=norms,

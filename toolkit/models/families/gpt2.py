@@ -50,11 +50,12 @@ def like_gpt2(config: Fields, dims: Dims, fused: Sequence[Fused]) -> Built:
     by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
 
     def change(layer: int, own: AttentionSpec) -> AttentionSpec:
-        return replace(own, rope=None, scale=usual / (layer + 1) if by_layer else usual)
+        return replace(own, scale=usual / (layer + 1) if by_layer else usual)
 
     return llama_like(
         config,
         dims,
+        rope=[None] * dims.layers,
         attention_bias=True,
         activation=act,
         change=change,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from toolkit.models.config.dims import read_other_dims
@@ -37,10 +36,11 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
+        rope=[None] * dims.layers,
         windows=[window if own else None for own in slides],
         o_bias=True,
         activation=act,
-        change=lambda i, own: replace(own, rope=None, scale=1.0),
+        scale=1.0,
         feed_forward=lambda i: plain_mlp(i, dims, act, True),
         norm=partial(layer_norm, eps=dims.eps, bias=True),
         rename=renamed(NAMES, {"model.layers.": "transformer.h."}),

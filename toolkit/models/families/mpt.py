@@ -42,9 +42,10 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
+        rope=[None] * dims.layers,
         scale=inner.number("softmax_scale", default=None),
         activation="gelu",
-        change=lambda i, a: replace(a, rope=None, alibi=alibi, clip=clip),
+        change=lambda i, a: replace(a, alibi=alibi, clip=clip),
         feed_forward=lambda i: plain_mlp(i, dims, "gelu", False),
         norm=partial(layer_norm, eps=dims.eps),
         rename=renamed(NAMES, {"model.layers.": "transformer.blocks."}),

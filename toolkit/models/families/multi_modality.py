@@ -173,7 +173,12 @@ FAMILY = Family(
                 image_token_id=5,
                 tie_word_embeddings=False,
             ),
-            {**BOTH.fields, "vision_config": {**OWN, "hidden_act": "gelu"}, "model_type": "deepseek_vl_hybrid"},
+            {
+                **BOTH.fields,
+                "vision_config": {**OWN, "hidden_act": "gelu"},
+                "high_res_vision_config": {**LARGER, "layer_norm_eps": 1e-6},
+                "model_type": "deepseek_vl_hybrid",
+            },
             dict(
                 BOTH.preprocessor,
                 image_processor_type="VLMImageProcessor",

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from toolkit.models.config.dims import read_dims
@@ -45,9 +44,9 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
+        rope=[None] * dims.layers,
         attention_bias=bias,
         activation=act,
-        change=lambda i, own: replace(own, rope=None),
         feed_forward=lambda i: plain_mlp(i, dims, act, bias),
         norm=partial(layer_norm, eps=dims.eps, bias=affine, weight=affine),
         rename=renamed(NAMES, {"model.layers.": "model.decoder.layers."}),

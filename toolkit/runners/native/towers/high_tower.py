@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from toolkit.models.eyes.high import HighTower
+from toolkit.models.eyes.high import NECK_EPS, HighTower
 from toolkit.models.eyes.patches import resized
 from toolkit.models.eyes.pictures import Picture
 from toolkit.runners.native.packing.packed import LANES, Floats, PackedTensor, floats
@@ -43,7 +43,7 @@ class HighEncoder(NativeEncoder):
             for k, inputs in ((1, hidden), (2, 9 * channels)):
                 product = {"linear": linear(t, f"{neck}.conv{k}", False)}
                 yield self._stage(f"{neck}.conv{k}", inputs, channels, product=product)
-                norm = norm_of(t, f"{neck}.layer_norm{k}", channels, True, tower.eps)
+                norm = norm_of(t, f"{neck}.layer_norm{k}", channels, True, NECK_EPS)
                 yield self._stage(f"{neck}.norm{k}", channels, channels, norm=norm)
         for k in (1, 2):
             product = {"linear": linear(t, f"{SHRINK}.conv{k}", False)}

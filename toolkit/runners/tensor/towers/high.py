@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from toolkit.models.eyes.high import NECK_EPS
 from toolkit.models.eyes.pictures import Picture
 from toolkit.models.eyes.vision import Stage
 from toolkit.runners.tensor.towers.vision import Encoder
@@ -74,11 +75,10 @@ class HighEncoder(Encoder):
 
     def _neck(self, name: str, x: Tensor) -> Tensor:
         """[1, rows, columns, hidden] to [1, channels, rows, columns]."""
-        assert self.spec.high is not None
-        x, eps = x.permute(0, 3, 1, 2), self.spec.high.eps
+        x = x.permute(0, 3, 1, 2)
         for k, padding in ((1, 0), (2, 1)):
             x = functional.conv2d(x, self._own(f"{name}.conv{k}.weight"), padding=padding)
-            y = self._norm(f"vision.high.{name}.layer_norm{k}", x.permute(0, 2, 3, 1), "layer", eps)
+            y = self._norm(f"vision.high.{name}.layer_norm{k}", x.permute(0, 2, 3, 1), "layer", NECK_EPS)
             x = y.permute(0, 3, 1, 2)
         return x
 
