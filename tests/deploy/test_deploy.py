@@ -18,6 +18,7 @@ import yaml
 
 from toolkit.artifacts.manifest import read_manifest
 from toolkit.commands.serve import app
+from toolkit.configs.engine import PytorchEngineConfig
 from toolkit.convert.convert import convert
 from toolkit.convert.formats import rewrite
 from toolkit.convert.options import Packing
@@ -26,7 +27,11 @@ from toolkit.deploy.facts import PROCESSES
 from toolkit.deploy.options import Deployment, name_of
 from toolkit.deploy.targets import TARGETS, TURNED
 from toolkit.engine.load.memory_plan import SAFE_SHARE
+from toolkit.engine.load.setup import Setup
+from toolkit.engine.load.share_out import share_out
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.runners.base import Backend, RunnerOptions
+from toolkit.runners.choose import open_runner
 
 SECRET = "a-key-that-nobody-may-read"
 ROOT = Path(__file__).parents[2]
@@ -117,6 +122,40 @@ def test_memory_is_what_the_server_plans(engine: Path, tmp_path: Path) -> None:
     with pytest.raises(ToolkitError, match="max_batch_size 100000: its logits and activations take"):
         deploy(str(engine), tmp_path / "d", to="k8s", asked=Deployment(memory="800MiB", max_batch_size=100000))
     assert not (tmp_path / "d").exists()
+
+
+def test_a_gpu_s_memory_depends_on_no_processor(
+    models: dict[str, Path], tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers are as the checkpoint has them, and quantized weights stay packed, whatever is best on this machine."""
+    monkeypatch.setattr("toolkit.runners.tensor.devices.find.bf16_is_native", lambda: False)
+    sizes = {}
+    for name, model in {
+        "full": models["hf"],
+        "half": tiny_models("llama", dtype="bfloat16"),
+        "q8_0": models["gguf"],
+    }.items():
+        memory = deploy(str(model), tmp_path / name, to="vllm" if name != "q8_0" else "docker").memory
+        sizes[name] = dict(row[:2] for row in memory.plan.rows)
+        assert memory.gpu == sum(sizes[name].values())
+        assert "150 ms" not in (tmp_path / name / "run.sh").read_text()  # a GPU's steps have no such limit
+    assert sizes["half"]["weights"] == pytest.approx(sizes["full"]["weights"] / 2, rel=0.01)  # norms are float32
+    assert sizes["half"]["KV cache"] * 2 == sizes["full"]["KV cache"]
+    assert sizes["q8_0"]["weights"] < sizes["half"]["weights"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_pictures_have_their_memory(device: str, tiny_models: Any, tmp_path: Path) -> None:
+    """Else the server would find no room for its blocks beside the tower, and not start."""
+    model = tiny_models("qwen2_vl")
+    asked = Deployment(session_len=64, max_batch_size=1, device=device)
+    memory = deploy(str(model), tmp_path / "out", to="vllm", asked=asked).memory
+    backend: Backend = "turbomind" if device == "cpu" else "pytorch"
+    runner, _ = open_runner(model, backend=backend, options=RunnerOptions(device="cpu"))
+    server = share_out(Setup(model, model, PytorchEngineConfig(session_len=64, max_batch_size=1), None), runner, None)
+    rows, expected = (dict(row[:2] for row in plan.rows) for plan in (memory.plan, server))
+    assert rows["tower"] == expected["tower"] > 0
+    assert memory.plan.total == sum(rows.values())
 
 
 def test_kubernetes_has_one_pod_in_two_files(engine: Path, tmp_path: Path) -> None:
