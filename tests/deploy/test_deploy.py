@@ -390,6 +390,31 @@ def test_a_unit_says_what_its_user_cannot_open(engine: Path, tmp_path: Path) -> 
     assert not any(str(home) in note for note in deploy(str(model), tmp_path / "other", to="compose").notes)
 
 
+def test_a_unit_says_that_temporary_folders_are_hidden_from_it(
+    tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PrivateTmp gives it empty ones."""
+    model = tiny_models("llama")
+    monkeypatch.setattr("toolkit.deploy.deploy.PRIVATE", (model.parent,))
+    told = deploy(str(model), tmp_path / "out", to="systemd").notes
+    assert any(note.startswith(f"{model}: the unit has a {model.parent} of its own") for note in told)
+    monkeypatch.setattr("toolkit.deploy.deploy.PRIVATE", (tmp_path,))
+    assert not any(" of its own, in which" in note for note in deploy(str(model), tmp_path / "b", to="systemd").notes)
+
+
+@pytest.mark.parametrize("to", ["docker", "compose", "systemd", "vllm", "k8s"])
+def test_weights_that_their_owner_alone_may_read(to: str, tiny_models: Any, tmp_path: Path) -> None:
+    """As safetensors writes them: containers and units have other users. A claim of Kubernetes holds a copy."""
+    model = shutil.copytree(tiny_models("llama"), tmp_path / "model")
+    weights = model / "model.safetensors"
+    for mode in (0o644, 0o600):
+        weights.chmod(mode)
+        notes = deploy(str(model), tmp_path / f"{mode}", to=to).notes
+        told = [note for note in notes if note.startswith(f"{weights}: ")]
+        assert len(told) == (mode == 0o600 and to != "k8s")
+        assert all(f"chmod -R o+rX {model}`" in note for note in told)
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_accepts_the_unit(engine: Path, tmp_path: Path) -> None:
     deploy(str(engine), tmp_path / "out", to="systemd")
