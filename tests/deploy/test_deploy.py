@@ -247,6 +247,9 @@ def test_dynamo_s_graph(models: dict[str, Path], tmp_path: Path) -> None:
     (container,) = worker["podTemplate"]["spec"]["containers"]
     assert container["name"] == "main" and container["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert container["envFrom"] == [{"secretRef": {"name": "hub", "optional": True}}]
+    spec = front["podTemplate"]["spec"]  # it has the tokenizer to read, by the path that workers tell it
+    assert spec["volumes"] == worker["podTemplate"]["spec"]["volumes"]
+    assert spec["containers"][0]["volumeMounts"] == container["volumeMounts"]
 
 
 def test_a_format_that_is_not_read_there_says_which_is(models: dict[str, Path], tmp_path: Path) -> None:
