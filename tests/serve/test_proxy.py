@@ -540,6 +540,21 @@ def test_nodes_are_added_removed_and_ended() -> None:
     run(go)
 
 
+def test_a_server_of_lmdeploy_s_joins() -> None:
+    """What ``lmdeploy serve api_server --proxy-url`` sends: its role is a number."""
+
+    async def go() -> None:
+        async with world(allow_nodes_by_client=True) as w:
+            node = await FakeNode(models=("internlm",)).start()
+            body = {"url": node.url, "status": {"models": ["internlm"], "role": 1}}
+            added = await w.client.post("/nodes/add", json=body)
+            assert added.status_code == 200 and added.json()["healthy"], added.text
+            assert (await w.ask(model="internlm")).json() == {"node": node.port}
+            node.kill()
+
+    run(go)
+
+
 def test_a_node_that_is_removed_leaves_no_metrics() -> None:
     """Nor does what it was answering meanwhile: others come at other addresses."""
 
