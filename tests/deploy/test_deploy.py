@@ -239,6 +239,33 @@ def test_llama_cpp_on_a_gpu_has_its_makers_image_for_one(models: dict[str, Path]
         assert ("reservations" in server["deploy"]["resources"]) == (device == "cuda")
 
 
+def test_images_that_compute_on_gpus_alone_are_told_of(tiny_models: Any, tmp_path: Path) -> None:
+    """llama.cpp's makers have one for each."""
+    model = str(tiny_models("llama"))
+    for name, asked in {
+        "a": Deployment(device="cpu"),
+        "b": Deployment(device="cpu", image="vllm:cpu"),
+        "c": None,
+    }.items():
+        notes = deploy(model, tmp_path / name, to="vllm", asked=asked).notes
+        told = [note for note in notes if note.startswith("vllm/vllm-openai:latest: ") and "--image" in note]
+        assert len(told) == (name == "a")
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_llama_cpp_is_told_what_the_model_sees_with(whole: bool, tiny_models: Any, tmp_path: Path) -> None:
+    """It looks for no file beside the one that it is given, and answers as a blind model."""
+    made = tmp_path / ("folder" if whole else "folder/see.gguf")
+    made.parent.mkdir(exist_ok=True)
+    rewrite(str(tiny_models("qwen2_vl")), made, to="gguf", gguf_type="q8_0", quiet=True)
+    eyes = made / "mmproj.gguf" if whole else made.with_name("mmproj-see.gguf")
+    deploy(str(made), tmp_path / "out", to="llama.cpp")
+    outside = shlex.split((tmp_path / "out/run.sh").read_text().partition("exec ")[2].replace("\\\n", " "))
+    assert outside[outside.index("--mmproj") + 1] == str(eyes) and eyes.is_file()
+    inside = read(tmp_path / "out/compose.yaml")[0]["services"]["server"]["command"]
+    assert inside[inside.index("--mmproj") + 1] == f"/model/{eyes.name}"
+
+
 def test_dynamo_s_graph(models: dict[str, Path], tmp_path: Path) -> None:
     deploy(str(models["fp8"]), tmp_path / "out", to="dynamo", asked=Deployment(replicas=3, secret="hub"))
     (graph,) = read(tmp_path / "out/graph.yaml")

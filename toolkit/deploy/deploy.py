@@ -229,13 +229,22 @@ def _facts(
         "local_args": [str(x) for x in ["serve", "api_server", artifact.file, "--server-name", "0.0.0.0", *served]],
         "plan": plan.table()[:-1],
         "peer": {
-            where: [word.format(model=model, **words) for word in target.command]
-            for where, model in (("outside", str(artifact.file)), ("inside", inside))
+            where: [word.format(model=model, **words) for word in target.command] + sees
+            for where, model, sees in (
+                ("outside", str(artifact.file), _sees(artifact, target, "")),
+                ("inside", inside, _sees(artifact, target, MOUNTED)),
+            )
         },
         "ray": ray_serve.facts(artifact, asked, device, memory, name, inside),
         "tool": str(Path(sysconfig.get_path("scripts")) / "tool"),
         "python": sys.executable,
     }
+
+
+def _sees(artifact: Artifact, target: Target, mounted: str) -> list[str]:
+    """Words for the file that the model sees with: where this machine has it, or ``mounted``."""
+    eyes = artifact.eyes
+    return [] if eyes is None or not target.eyes else [target.eyes, f"{mounted}/{eyes.name}" if mounted else str(eyes)]
 
 
 def _render(template: str, known: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import Manifest, read_manifest
 from toolkit.deploy.options import Deployment
@@ -28,12 +28,14 @@ PLENTY = 1 << 60
 
 @dataclass(frozen=True)
 class Artifact:
-    """``form``: "engine", or a format as `tool convert --to` calls it. ``target``: of an engine artifact."""
+    """``form``: "engine", or a format as `tool convert --to` calls it. ``target``: of an engine artifact. ``eyes``: the
+    file that a GGUF file's model sees with, beside it."""
 
     path: Path
     form: str
     target: str | None
     manifest: Manifest | None
+    eyes: Path | None = None
 
     @property
     def file(self) -> Path:
@@ -56,16 +58,20 @@ def open_artifact(path: Path) -> Artifact:
     if manifest is not None and manifest.kind == "engine":
         return Artifact(path, "engine", open_engine(path).target, manifest)
     if path.is_dir() and (path / "model.gguf").is_file():
-        open_checkpoint(path / "model.gguf")
-        return Artifact(path, "gguf", None, manifest)
+        return Artifact(path, "gguf", None, manifest, _eyes(open_checkpoint(path / "model.gguf")))
     checkpoint = open_checkpoint(path)
     if path.is_file():
-        return Artifact(path, "gguf", None, None)
+        return Artifact(path, "gguf", None, None, _eyes(checkpoint))
     held = checkpoint.quantization or {}
     method = str(held.get("quant_method", "hf")).lower()
     if method == "gptq" and held.get("checkpoint_format") == "gptq_v2":
         method = "gptq_v2"
     return Artifact(path, NAMES.get(method, method), None, manifest)
+
+
+def _eyes(checkpoint: Checkpoint) -> Path | None:
+    found = None if checkpoint.gguf is None else checkpoint.gguf.eyes
+    return None if found is None else found.container.path
 
 
 def form_at(path: str) -> str:
