@@ -96,6 +96,9 @@ def test_our_server_is_started_with_the_sizes_of_its_plan(to: str, engine: Path,
         words = command[command.index("serve") : -1]
         memory = int(command[command.index("--memory") + 1].removesuffix("m"))
         assert command[command.index("--user") + 1] == "10001"
+        assert (
+            "8123/health" in shlex.split(command[command.index("--health-cmd") + 1])[-1]
+        )  # the image's looks at 23333
         assert json.loads(re.findall(r"^CMD (.*)", texts["Dockerfile"], re.M)[0]) == words
     else:
         (line,) = re.findall(r"^ExecStart=(.*)", texts["tiny-engine.service"], re.M)
