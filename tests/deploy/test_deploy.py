@@ -448,6 +448,18 @@ def test_weights_that_their_owner_alone_may_read(to: str, tiny_models: Any, tmp_
         assert all(f"chmod -R o+rX {model}`" in note for note in told)
 
 
+@pytest.mark.parametrize("port", [443, 1024])
+def test_a_unit_may_listen_at_its_port(port: int, tiny_models: Any, tmp_path: Path) -> None:
+    """Below 1024 a user other than root needs a capability for it, and no other one."""
+    deploy(str(tiny_models("llama")), tmp_path / "out", to="systemd", asked=Deployment(name="x", server_port=port))
+    found = dict(
+        re.findall(r"^(\w+Capabilities|CapabilityBoundingSet)=(.*)$", (tmp_path / "out/x.service").read_text(), re.M)
+    )
+    needed = "CAP_NET_BIND_SERVICE"
+    low = {"AmbientCapabilities": needed, "CapabilityBoundingSet": needed}
+    assert found == (low if port < 1024 else {"CapabilityBoundingSet": ""})
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_accepts_the_unit(engine: Path, tmp_path: Path) -> None:
     deploy(str(engine), tmp_path / "out", to="systemd")
