@@ -78,6 +78,8 @@ def deploy(
     where = {"out": shlex.quote(str(out)), "absolute": shlex.quote(str(out.absolute()))}
     start = target.next.format(name=name, **where)
     notes = list(memory.plan.notices)
+    if device == "cpu" and target.image and not target.on_gpu and asked.image is None:
+        notes.append(f"{target.image}: computes on GPUs alone, and compose.yaml has it; --image names one for CPUs")
     if outside and "compose.yaml" in written:  # beside what runs here
         notes.append(outside)
     if to == "systemd":
