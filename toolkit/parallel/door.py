@@ -37,7 +37,8 @@ class Door:
         self._key, self._nodes, self._worker = nodes.key, nodes, worker
         try:
             port = 0 if nodes.store else nodes.port
-            family, *_, own = socket.getaddrinfo(nodes.host, port, type=socket.SOCK_STREAM)[0]
+            found = socket.getaddrinfo(nodes.host, port, type=socket.SOCK_STREAM)
+            family, *_, own = min(found, key=lambda one: one[0] != socket.AF_INET)  # which all others have, too
             self._socket = socket.create_server(own, family=family, backlog=64, reuse_port=False)
         except (OSError, UnicodeError) as e:  # the latter of a name with two dots in a row
             why = str(getattr(e, "strerror", None) or e).partition(" (while")[0]  # Python adds the address
