@@ -275,6 +275,7 @@ def test_before_its_first_byte_an_answer_is_asked_for_once_more(first: str) -> N
             found = await http.post(CHAT, json={"model": "a"})
             assert (found.status_code, found.json()["error"]["code"]) == (503, "no_node")
             assert len(one.seen) == 4  # two and no more: it may be the request that kills them
+            assert "toolkit_ray:retries_total 2.0" in (await http.get("/metrics")).text
 
     run(go())
 
