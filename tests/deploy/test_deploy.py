@@ -330,6 +330,10 @@ def test_a_device_that_an_artifact_is_not_packed_for(models: dict[str, Path], tm
         (["--to", "ray", "--claim", "mine"], "--claim: ray has no use for it, k8s, kuberay, dynamo have"),
         (["--to", "k8s", "--quant-policy", "auto"], "Invalid value for '--quant-policy'"),
         (
+            ["--to", "k8s", "--quant-policy", "16"],
+            "--quant-policy: turbomind's native runner does not run here: its KV",
+        ),
+        (
             ["--to", "lmdeploy", "--quant-policy", "8"],
             "--quant-policy: lmdeploy has no use for it, docker, compose, k8s",
         ),

@@ -99,10 +99,12 @@ def plan_memory(artifact: Artifact, asked: Deployment, device: str) -> Memory:
     cuda = device == "cuda"
     options = RunnerOptions(device="cpu", quant_policy=asked.quant_policy)
     if cuda:
-        runner = _as_on_a_gpu(artifact.file, options)
+        runner, why = _as_on_a_gpu(artifact.file, options), ""
     else:
-        runner, _ = open_runner(artifact.file, backend="turbomind", options=options)
+        runner, why = open_runner(artifact.file, backend="turbomind", options=options)
     with closing(runner):
+        if "quant_policy" in why:  # what stands in needs torch, which the image for CPUs has not
+            raise UsageError(f"quant_policy: {why.partition('; ')[0]}; choose another")
         spec, need = runner.spec, runner.memory()
     limit = asked.memory_bytes
     if limit is not None and limit <= PROCESSES:
