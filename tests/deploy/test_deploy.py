@@ -104,6 +104,7 @@ def test_our_server_is_started_with_the_sizes_of_its_plan(to: str, engine: Path,
         (line,) = re.findall(r"^ExecStart=(.*)", texts["tiny-engine.service"], re.M)
         command = shlex.split(line)
         words = command[1 : command.index("--api-key-file")]
+        assert command[len(words) + 2] == "${CREDENTIALS_DIRECTORY}/keys"  # systemd 247 has it, but no specifier
         memory = int(re.findall(r"^MemoryMax=(\d+)M", texts["tiny-engine.service"], re.M)[0])
     options = taken(words)
     assert (options["server_port"], options["session_len"], options["max_batch_size"]) == (8123, 128, 3)
