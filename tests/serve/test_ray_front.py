@@ -24,6 +24,7 @@ from toolkit.base import ray as ray_here
 from toolkit.base.record import plain
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.quant import opening
 from toolkit.serve.http.access.keys import ApiKeys
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.http.replies import json_response
@@ -538,6 +539,7 @@ def test_without_ray_the_message_says_how_to_get_it(
     assert (told is None) == (found in ("2.60.0", "3.0.0.dev0"))
     if told is None:
         return
+    monkeypatch.setattr(opening, "resolve_model", lambda *given, **more: pytest.fail("it is fetched"))
     for command in (
         ["serve", "ray", "demo"],
         ["batch", "a", "b", "--model", "demo", "--ray", "2"],
