@@ -18,6 +18,7 @@ import yaml
 
 from toolkit.artifacts.manifest import read_manifest
 from toolkit.commands.serve import app
+from toolkit.configs.engine import PytorchEngineConfig
 from toolkit.convert.convert import convert
 from toolkit.convert.formats import rewrite
 from toolkit.convert.options import Packing
@@ -26,7 +27,11 @@ from toolkit.deploy.facts import PROCESSES
 from toolkit.deploy.options import Deployment, name_of
 from toolkit.deploy.targets import TARGETS, TURNED
 from toolkit.engine.load.memory_plan import SAFE_SHARE
+from toolkit.engine.load.setup import Setup
+from toolkit.engine.load.share_out import share_out
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.runners.base import Backend, RunnerOptions
+from toolkit.runners.choose import open_runner
 
 SECRET = "a-key-that-nobody-may-read"
 ROOT = Path(__file__).parents[2]
@@ -91,11 +96,15 @@ def test_our_server_is_started_with_the_sizes_of_its_plan(to: str, engine: Path,
         words = command[command.index("serve") : -1]
         memory = int(command[command.index("--memory") + 1].removesuffix("m"))
         assert command[command.index("--user") + 1] == "10001"
+        assert (
+            "8123/health" in shlex.split(command[command.index("--health-cmd") + 1])[-1]
+        )  # the image's looks at 23333
         assert json.loads(re.findall(r"^CMD (.*)", texts["Dockerfile"], re.M)[0]) == words
     else:
         (line,) = re.findall(r"^ExecStart=(.*)", texts["tiny-engine.service"], re.M)
         command = shlex.split(line)
         words = command[1 : command.index("--api-key-file")]
+        assert command[len(words) + 2] == "${CREDENTIALS_DIRECTORY}/keys"  # systemd 247 has it, but no specifier
         memory = int(re.findall(r"^MemoryMax=(\d+)M", texts["tiny-engine.service"], re.M)[0])
     options = taken(words)
     assert (options["server_port"], options["session_len"], options["max_batch_size"]) == (8123, 128, 3)
@@ -117,6 +126,40 @@ def test_memory_is_what_the_server_plans(engine: Path, tmp_path: Path) -> None:
     with pytest.raises(ToolkitError, match="max_batch_size 100000: its logits and activations take"):
         deploy(str(engine), tmp_path / "d", to="k8s", asked=Deployment(memory="800MiB", max_batch_size=100000))
     assert not (tmp_path / "d").exists()
+
+
+def test_a_gpu_s_memory_depends_on_no_processor(
+    models: dict[str, Path], tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers are as the checkpoint has them, and quantized weights stay packed, whatever is best on this machine."""
+    monkeypatch.setattr("toolkit.runners.tensor.devices.find.bf16_is_native", lambda: False)
+    sizes = {}
+    for name, model in {
+        "full": models["hf"],
+        "half": tiny_models("llama", dtype="bfloat16"),
+        "q8_0": models["gguf"],
+    }.items():
+        memory = deploy(str(model), tmp_path / name, to="vllm" if name != "q8_0" else "docker").memory
+        sizes[name] = dict(row[:2] for row in memory.plan.rows)
+        assert memory.gpu == sum(sizes[name].values())
+        assert "150 ms" not in (tmp_path / name / "run.sh").read_text()  # a GPU's steps have no such limit
+    assert sizes["half"]["weights"] == pytest.approx(sizes["full"]["weights"] / 2, rel=0.01)  # norms are float32
+    assert sizes["half"]["KV cache"] * 2 == sizes["full"]["KV cache"]
+    assert sizes["q8_0"]["weights"] < sizes["half"]["weights"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_pictures_have_their_memory(device: str, tiny_models: Any, tmp_path: Path) -> None:
+    """Else the server would find no room for its blocks beside the tower, and not start."""
+    model = tiny_models("qwen2_vl")
+    asked = Deployment(session_len=64, max_batch_size=1, device=device)
+    memory = deploy(str(model), tmp_path / "out", to="vllm", asked=asked).memory
+    backend: Backend = "turbomind" if device == "cpu" else "pytorch"
+    runner, _ = open_runner(model, backend=backend, options=RunnerOptions(device="cpu"))
+    server = share_out(Setup(model, model, PytorchEngineConfig(session_len=64, max_batch_size=1), None), runner, None)
+    rows, expected = (dict(row[:2] for row in plan.rows) for plan in (memory.plan, server))
+    assert rows["tower"] == expected["tower"] > 0
+    assert memory.plan.total == sum(rows.values())
 
 
 def test_kubernetes_has_one_pod_in_two_files(engine: Path, tmp_path: Path) -> None:
@@ -200,6 +243,33 @@ def test_llama_cpp_on_a_gpu_has_its_makers_image_for_one(models: dict[str, Path]
         assert ("reservations" in server["deploy"]["resources"]) == (device == "cuda")
 
 
+def test_images_that_compute_on_gpus_alone_are_told_of(tiny_models: Any, tmp_path: Path) -> None:
+    """llama.cpp's makers have one for each."""
+    model = str(tiny_models("llama"))
+    for name, asked in {
+        "a": Deployment(device="cpu"),
+        "b": Deployment(device="cpu", image="vllm:cpu"),
+        "c": None,
+    }.items():
+        notes = deploy(model, tmp_path / name, to="vllm", asked=asked).notes
+        told = [note for note in notes if note.startswith("vllm/vllm-openai:latest: ") and "--image" in note]
+        assert len(told) == (name == "a")
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_llama_cpp_is_told_what_the_model_sees_with(whole: bool, tiny_models: Any, tmp_path: Path) -> None:
+    """It looks for no file beside the one that it is given, and answers as a blind model."""
+    made = tmp_path / ("folder" if whole else "folder/see.gguf")
+    made.parent.mkdir(exist_ok=True)
+    rewrite(str(tiny_models("qwen2_vl")), made, to="gguf", gguf_type="q8_0", quiet=True)
+    eyes = made / "mmproj.gguf" if whole else made.with_name("mmproj-see.gguf")
+    deploy(str(made), tmp_path / "out", to="llama.cpp")
+    outside = shlex.split((tmp_path / "out/run.sh").read_text().partition("exec ")[2].replace("\\\n", " "))
+    assert outside[outside.index("--mmproj") + 1] == str(eyes) and eyes.is_file()
+    inside = read(tmp_path / "out/compose.yaml")[0]["services"]["server"]["command"]
+    assert inside[inside.index("--mmproj") + 1] == f"/model/{eyes.name}"
+
+
 def test_dynamo_s_graph(models: dict[str, Path], tmp_path: Path) -> None:
     deploy(str(models["fp8"]), tmp_path / "out", to="dynamo", asked=Deployment(replicas=3, secret="hub"))
     (graph,) = read(tmp_path / "out/graph.yaml")
@@ -208,6 +278,9 @@ def test_dynamo_s_graph(models: dict[str, Path], tmp_path: Path) -> None:
     (container,) = worker["podTemplate"]["spec"]["containers"]
     assert container["name"] == "main" and container["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert container["envFrom"] == [{"secretRef": {"name": "hub", "optional": True}}]
+    spec = front["podTemplate"]["spec"]  # it has the tokenizer to read, by the path that workers tell it
+    assert spec["volumes"] == worker["podTemplate"]["spec"]["volumes"]
+    assert spec["containers"][0]["volumeMounts"] == container["volumeMounts"]
 
 
 def test_a_format_that_is_not_read_there_says_which_is(models: dict[str, Path], tmp_path: Path) -> None:
@@ -257,6 +330,10 @@ def test_a_device_that_an_artifact_is_not_packed_for(models: dict[str, Path], tm
         (["--to", "docker", "--replicas", "2"], "--replicas: docker has no use for it, k8s, kuberay, ray, dynamo have"),
         (["--to", "ray", "--claim", "mine"], "--claim: ray has no use for it, k8s, kuberay, dynamo have"),
         (["--to", "k8s", "--quant-policy", "auto"], "Invalid value for '--quant-policy'"),
+        (
+            ["--to", "k8s", "--quant-policy", "16"],
+            "--quant-policy: turbomind's native runner does not run here: its KV",
+        ),
         (
             ["--to", "lmdeploy", "--quant-policy", "8"],
             "--quant-policy: lmdeploy has no use for it, docker, compose, k8s",
@@ -349,6 +426,43 @@ def test_a_unit_says_what_its_user_cannot_open(engine: Path, tmp_path: Path) -> 
     told = deploy(str(model), tmp_path / "out", to="systemd").notes
     assert any(note.startswith(f"{home}: ") and f"chmod o+rX {home}" in note for note in told)
     assert not any(str(home) in note for note in deploy(str(model), tmp_path / "other", to="compose").notes)
+
+
+def test_a_unit_says_that_temporary_folders_are_hidden_from_it(
+    tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PrivateTmp gives it empty ones."""
+    model = tiny_models("llama")
+    monkeypatch.setattr("toolkit.deploy.deploy.PRIVATE", (model.parent,))
+    told = deploy(str(model), tmp_path / "out", to="systemd").notes
+    assert any(note.startswith(f"{model}: the unit has a {model.parent} of its own") for note in told)
+    monkeypatch.setattr("toolkit.deploy.deploy.PRIVATE", (tmp_path,))
+    assert not any(" of its own, in which" in note for note in deploy(str(model), tmp_path / "b", to="systemd").notes)
+
+
+@pytest.mark.parametrize("to", ["docker", "compose", "systemd", "vllm", "k8s"])
+def test_weights_that_their_owner_alone_may_read(to: str, tiny_models: Any, tmp_path: Path) -> None:
+    """As safetensors writes them: containers and units have other users. A claim of Kubernetes holds a copy."""
+    model = shutil.copytree(tiny_models("llama"), tmp_path / "model")
+    weights = model / "model.safetensors"
+    for mode in (0o644, 0o600):
+        weights.chmod(mode)
+        notes = deploy(str(model), tmp_path / f"{mode}", to=to).notes
+        told = [note for note in notes if note.startswith(f"{weights}: ")]
+        assert len(told) == (mode == 0o600 and to != "k8s")
+        assert all(f"chmod -R o+rX {model}`" in note for note in told)
+
+
+@pytest.mark.parametrize("port", [443, 1024])
+def test_a_unit_may_listen_at_its_port(port: int, tiny_models: Any, tmp_path: Path) -> None:
+    """Below 1024 a user other than root needs a capability for it, and no other one."""
+    deploy(str(tiny_models("llama")), tmp_path / "out", to="systemd", asked=Deployment(name="x", server_port=port))
+    found = dict(
+        re.findall(r"^(\w+Capabilities|CapabilityBoundingSet)=(.*)$", (tmp_path / "out/x.service").read_text(), re.M)
+    )
+    needed = "CAP_NET_BIND_SERVICE"
+    low = {"AmbientCapabilities": needed, "CapabilityBoundingSet": needed}
+    assert found == (low if port < 1024 else {"CapabilityBoundingSet": ""})
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")

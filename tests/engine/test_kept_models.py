@@ -95,6 +95,18 @@ def test_random_weights_are_not_kept(
     assert not (tmp_path / "kv").exists()
 
 
+def test_room_for_less_than_a_block_is_refused(
+    tiny_models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would ever be kept, and nobody be told."""
+    monkeypatch.setenv("TOOLKIT_HOME", str(tmp_path / "home"))
+    with pytest.raises(
+        UsageError, match=r"^kv_cache_disk: expected at least \d+ bytes, a block of this model, found 1024"
+    ):
+        answer(tiny_models("llama"), "turbomind", tmp_path / "kv", kv_cache_disk="1KiB")
+    assert not (tmp_path / "kv").exists()
+
+
 @pytest.mark.parametrize(
     "fields, says",
     [

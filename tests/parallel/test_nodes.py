@@ -60,13 +60,18 @@ def model(path: Path, **fields: Any) -> Model:
 @pytest.fixture
 def second(support: Any, port: int) -> Any:
     """``second(model)``: the second machine."""
-    return lambda model: support("second_machine").Second(model, port)
+    return lambda model, **more: support("second_machine").Second(model, port, **more)
 
 
-def test_two_machines_give_what_one_process_gives(port: int, second: Any, tiny_models: Any, support: Any) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_two_machines_give_what_one_process_gives(
+    host: str, port: int, second: Any, tiny_models: Any, support: Any
+) -> None:
+    if host == "::1" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
     path, steps = tiny_models("llama"), support("steps")
-    other = second(model(path))
-    ranks = RankedRunner(model(path), LAYOUT, Nodes(2, 0, "127.0.0.1", port))
+    other = second(model(path), host=host)
+    ranks = RankedRunner(model(path), LAYOUT, Nodes(2, 0, host, port))
     try:
         one = open_runner(path, backend="pytorch", options=model(path).options)[0]
         assert ranks.pids == []
@@ -183,6 +188,12 @@ def test_one_that_will_not_come_is_not_waited_for(door: Door, monkeypatch: pytes
 def test_a_port_that_is_taken(door: Door, port: int) -> None:
     with pytest.raises(UsageError, match=rf"dist_init_addr: 127\.0\.0\.1:{port}: Address already in use; expected a"):
         Door(Nodes(2, 0, "127.0.0.1", port))
+
+
+def test_an_address_of_another_machine() -> None:
+    """192.0.2.1 is no machine's (RFC 5737). That no port is free there is not what is wrong."""
+    with pytest.raises(UsageError, match=r"dist_init_addr: 192\.0\.2\.1:7: .*; expected an address of this machine"):
+        Door(Nodes(2, 0, "192.0.2.1", 7))
 
 
 @pytest.mark.parametrize(("given", "message"), [

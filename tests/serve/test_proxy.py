@@ -29,7 +29,7 @@ from toolkit.serve.proxy import nodes as nodes_module
 from toolkit.serve.proxy import strategies
 from toolkit.serve.proxy import watch as watching
 from toolkit.serve.proxy.app import create_app
-from toolkit.serve.proxy.nodes import Node, Nodes, checked
+from toolkit.serve.proxy.nodes import UNSEEN, Node, Nodes, checked
 from toolkit.serve.proxy.state import ProxyState
 
 
@@ -556,6 +556,21 @@ def test_nodes_are_added_removed_and_ended() -> None:
     run(go)
 
 
+def test_a_server_of_lmdeploy_s_joins() -> None:
+    """What ``lmdeploy serve api_server --proxy-url`` sends: its role is a number."""
+
+    async def go() -> None:
+        async with world(allow_nodes_by_client=True) as w:
+            node = await FakeNode(models=("internlm",)).start()
+            body = {"url": node.url, "status": {"models": ["internlm"], "role": 1}}
+            added = await w.client.post("/nodes/add", json=body)
+            assert added.status_code == 200 and added.json()["healthy"], added.text
+            assert (await w.ask(model="internlm")).json() == {"node": node.port}
+            node.kill()
+
+    run(go)
+
+
 def test_a_node_that_is_removed_leaves_no_metrics() -> None:
     """Nor does what it was answering meanwhile: others come at other addresses."""
 
@@ -1046,6 +1061,41 @@ def test_a_node_s_health_is_told_where_it_is_added() -> None:
             assert told["healthy"] is False and "Connect" in told["reason"]
 
     run(go)
+
+
+def test_a_server_says_that_its_proxy_does_not_reach_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where it listens on its own machine alone and the proxy is on another. Once, and when it works after all."""
+    sleep = asyncio.sleep
+
+    async def go() -> None:
+        down = {"healthy": False, "reason": "ConnectError: refused"}
+        answers: list[Any] = [{"healthy": False, "reason": UNSEEN}, down, down, {"healthy": True, "reason": None}]
+        asked, done = [], asyncio.Event()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            asked.append(request.url.path)
+            if request.url.path == "/nodes/add" and len(answers) == 1:
+                done.set()
+                monkeypatch.setattr(asyncio, "sleep", sleep)
+            return httpx.Response(200, json=answers.pop(0) if answers else {})
+
+        client = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
+        monkeypatch.setattr(announce.httpx, "AsyncClient", client)
+        monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0))
+        task = asyncio.create_task(Announcement("http://10.0.0.1:1").repeat(lambda: ("m",), "http://127.0.0.1:2"))
+        await done.wait()
+        await sleep(0.05)
+        task.cancel()
+        await asyncio.wait([task])
+        assert asked[-1] == "/nodes/remove"
+
+    with caplog.at_level("WARNING", "toolkit.serve"):
+        run(go)
+    lines = [record.getMessage() for record in caplog.records if record.name == "toolkit.serve"]
+    assert [line.split(" ")[0] for line in lines] == ["http://127.0.0.1:2", "--proxy-url", "http://127.0.0.1:2"]
+    assert "sends no requests to http://127.0.0.1:2 (ConnectError: refused); is that where" in lines[1]
 
 
 def test_trouble_with_a_proxy_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -24,6 +24,7 @@ from toolkit.base import ray as ray_here
 from toolkit.base.record import plain
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.quant import opening
 from toolkit.serve.http.access.keys import ApiKeys
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.http.replies import json_response
@@ -275,6 +276,7 @@ def test_before_its_first_byte_an_answer_is_asked_for_once_more(first: str) -> N
             found = await http.post(CHAT, json={"model": "a"})
             assert (found.status_code, found.json()["error"]["code"]) == (503, "no_node")
             assert len(one.seen) == 4  # two and no more: it may be the request that kills them
+            assert "toolkit_ray:retries_total 2.0" in (await http.get("/metrics")).text
 
     run(go())
 
@@ -537,6 +539,7 @@ def test_without_ray_the_message_says_how_to_get_it(
     assert (told is None) == (found in ("2.60.0", "3.0.0.dev0"))
     if told is None:
         return
+    monkeypatch.setattr(opening, "resolve_model", lambda *given, **more: pytest.fail("it is fetched"))
     for command in (
         ["serve", "ray", "demo"],
         ["batch", "a", "b", "--model", "demo", "--ray", "2"],

@@ -13,10 +13,10 @@ from toolkit.parallel.nodes import Nodes, serve
 class Second:
     """``told``: what it says. It serves ``tp`` ranks in all, half of them its own."""
 
-    def __init__(self, model: Model, port: int, tp: int = 2) -> None:
+    def __init__(self, model: Model, port: int, tp: int = 2, host: str = "127.0.0.1") -> None:
         self._error = ""
         self.told: list[str] = []
-        told = model, Layout(tp=tp), Nodes(2, 1, "127.0.0.1", port)
+        told = model, Layout(tp=tp), Nodes(2, 1, host, port)
         self._thread = threading.Thread(target=self._run, args=told, daemon=True)
         self._thread.start()
 

@@ -19,7 +19,7 @@ from toolkit.configs.engine import EngineConfig
 from toolkit.configs.on_ray import OnRay
 from toolkit.errors import ToolkitError
 from toolkit.serve.http.limits import Limits
-from toolkit.serve.ray.plan import Model
+from toolkit.serve.ray.plan import Model, rooted
 
 MOST_CALLS = 16  # that an actor has at once: one or two that bring lines, and what asks whether it is there
 
@@ -83,7 +83,7 @@ def on_ray(
     try:
         progress(f"loading {model} in {actors.ray} engines")
         made = [
-            RayActor(Engine, (plain(told), plain(settings), plain(limits)), actors.cpus, actors.gpus)
+            RayActor(Engine, (plain(told), plain(rooted(settings)), plain(limits)), actors.cpus, actors.gpus)
             for _ in range(actors.ray)
         ]
         found = [one.first() for one in made]

@@ -25,6 +25,7 @@ from toolkit.errors import ToolkitError, UsageError
 USER = 10001  # of our images
 IMAGES = {"cpu": "toolkit:cpu", "cuda": "toolkit:cuda"}  # as deploy/docker makes them
 MOUNTED = "/model"
+PRIVATE = (Path("/tmp"), Path("/var/tmp"))  # of the unit: PrivateTmp
 MOUNTING = ("docker", "compose")  # where containers of this machine have the model's folder, and nothing else runs
 
 
@@ -78,10 +79,15 @@ def deploy(
     where = {"out": shlex.quote(str(out)), "absolute": shlex.quote(str(out.absolute()))}
     start = target.next.format(name=name, **where)
     notes = list(memory.plan.notices)
+    if device == "cpu" and target.image and not target.on_gpu and asked.image is None:
+        notes.append(f"{target.image}: computes on GPUs alone, and compose.yaml has it; --image names one for CPUs")
     if outside and "compose.yaml" in written:  # beside what runs here
         notes.append(outside)
     if to == "systemd":
-        notes += [*_closed(artifact.file), *_closed(Path(known["tool"]))]
+        tool = Path(known["tool"])
+        notes += [*_closed(artifact.file, "the unit"), *_closed_way(artifact.file), *_closed_way(tool)]
+    elif to in MOUNTING or "compose.yaml" in written:
+        notes += _closed(artifact.file, "the container")
     done = Deployed(out, to, name, list(written), start, memory, notes)
     parent = describe_parent(path)
     with open_stage(
@@ -115,13 +121,32 @@ def _outside(artifact: Artifact) -> str:
     )
 
 
-def _closed(path: Path) -> list[str]:
-    """A note where the unit's own user cannot get at ``path``."""
-    for one in filter(Path.exists, (path, *path.resolve().parents)):
-        wanted = 0o001 if one.is_dir() else 0o004
-        if one.stat().st_mode & wanted != wanted:
-            return [f"{one}: the unit has a user of its own, which may not open it: `chmod o+rX {one}`, or move it"]
-    return []
+def _closed(model: Path, who: str) -> list[str]:
+    """A note where another user cannot read a file of the model."""
+    own = (model,) if model.is_dir() else ()
+    if (closed := next((one for one in (*own, *content_files(model)) if not _open(one)), None)) is None:
+        return []
+    return [f"{closed}: {who} has a user of its own, which may not open it: `chmod -R o+rX {shlex.quote(str(model))}`"]
+
+
+def _closed_way(path: Path) -> list[str]:
+    """A note where the unit does not come to ``path``."""
+    path = path.resolve()
+    notes = [
+        f"{path}: the unit has a {place} of its own, in which it is not; move it elsewhere"
+        for place in PRIVATE
+        if path.is_relative_to(place)
+    ]
+    if closed := next((one for one in filter(Path.exists, path.parents) if not _open(one)), None):
+        told = f"chmod o+rX {shlex.quote(str(closed))}"
+        notes.append(f"{closed}: the unit has a user of its own, which may not open it: `{told}`, or move it")
+    return notes
+
+
+def _open(path: Path) -> bool:
+    """Whether everybody may read a file, or enter a directory."""
+    wanted = 0o001 if path.is_dir() else 0o004
+    return path.stat().st_mode & wanted == wanted
 
 
 def _device(artifact: Artifact, asked: str, target: Target) -> str:
@@ -207,13 +232,22 @@ def _facts(
         "local_args": [str(x) for x in ["serve", "api_server", artifact.file, "--server-name", "0.0.0.0", *served]],
         "plan": plan.table()[:-1],
         "peer": {
-            where: [word.format(model=model, **words) for word in target.command]
-            for where, model in (("outside", str(artifact.file)), ("inside", inside))
+            where: [word.format(model=model, **words) for word in target.command] + sees
+            for where, model, sees in (
+                ("outside", str(artifact.file), _sees(artifact, target, "")),
+                ("inside", inside, _sees(artifact, target, MOUNTED)),
+            )
         },
         "ray": ray_serve.facts(artifact, asked, device, memory, name, inside),
         "tool": str(Path(sysconfig.get_path("scripts")) / "tool"),
         "python": sys.executable,
     }
+
+
+def _sees(artifact: Artifact, target: Target, mounted: str) -> list[str]:
+    """Words for the file that the model sees with: where this machine has it, or ``mounted``."""
+    eyes = artifact.eyes
+    return [] if eyes is None or not target.eyes else [target.eyes, f"{mounted}/{eyes.name}" if mounted else str(eyes)]
 
 
 def _render(template: str, known: dict[str, Any]) -> str:

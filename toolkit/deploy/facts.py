@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import Manifest, read_manifest
 from toolkit.deploy.options import Deployment
 from toolkit.engine.load.memory_plan import SAFE_SHARE, MemoryPlan, Wishes, plan
+from toolkit.engine.load.share_out import picture_patches, step_tokens
+from toolkit.engine.options import EngineOptions
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.runners.base import MemoryNeed, RunnerOptions
-from toolkit.runners.choose import open_runner
+from toolkit.runners.base import Runner, RunnerOptions
+from toolkit.runners.choose import canonical, open_model, open_runner
 
 NAMES = {"auto-round": "auto_round", "smooth_quant": "w8a8"}  # quant_method → as `tool convert --to` calls it
 PROCESSES = 768 << 20  # bytes of the two processes of a server beside weights and cache: Python, tokenizer, requests
@@ -26,12 +28,14 @@ PLENTY = 1 << 60
 
 @dataclass(frozen=True)
 class Artifact:
-    """``form``: "engine", or a format as `tool convert --to` calls it. ``target``: of an engine artifact."""
+    """``form``: "engine", or a format as `tool convert --to` calls it. ``target``: of an engine artifact. ``eyes``: the
+    file that a GGUF file's model sees with, beside it."""
 
     path: Path
     form: str
     target: str | None
     manifest: Manifest | None
+    eyes: Path | None = None
 
     @property
     def file(self) -> Path:
@@ -54,16 +58,20 @@ def open_artifact(path: Path) -> Artifact:
     if manifest is not None and manifest.kind == "engine":
         return Artifact(path, "engine", open_engine(path).target, manifest)
     if path.is_dir() and (path / "model.gguf").is_file():
-        open_checkpoint(path / "model.gguf")
-        return Artifact(path, "gguf", None, manifest)
+        return Artifact(path, "gguf", None, manifest, _eyes(open_checkpoint(path / "model.gguf")))
     checkpoint = open_checkpoint(path)
     if path.is_file():
-        return Artifact(path, "gguf", None, None)
+        return Artifact(path, "gguf", None, None, _eyes(checkpoint))
     held = checkpoint.quantization or {}
     method = str(held.get("quant_method", "hf")).lower()
     if method == "gptq" and held.get("checkpoint_format") == "gptq_v2":
         method = "gptq_v2"
     return Artifact(path, NAMES.get(method, method), None, manifest)
+
+
+def _eyes(checkpoint: Checkpoint) -> Path | None:
+    found = None if checkpoint.gguf is None else checkpoint.gguf.eyes
+    return None if found is None else found.container.path
 
 
 def form_at(path: str) -> str:
@@ -90,8 +98,13 @@ def plan_memory(artifact: Artifact, asked: Deployment, device: str) -> Memory:
     is too small for what was asked for."""
     cuda = device == "cuda"
     options = RunnerOptions(device="cpu", quant_policy=asked.quant_policy)
-    runner, _ = open_runner(artifact.file, backend="pytorch" if cuda else "turbomind", options=options)
+    if cuda:
+        runner, why = _as_on_a_gpu(artifact.file, options), ""
+    else:
+        runner, why = open_runner(artifact.file, backend="turbomind", options=options)
     with closing(runner):
+        if "quant_policy" in why:  # what stands in needs torch, which the image for CPUs has not
+            raise UsageError(f"quant_policy: {why.partition('; ')[0]}; choose another")
         spec, need = runner.spec, runner.memory()
     limit = asked.memory_bytes
     if limit is not None and limit <= PROCESSES:
@@ -102,19 +115,42 @@ def plan_memory(artifact: Artifact, asked: Deployment, device: str) -> Memory:
         free = PLENTY
     else:
         wishes, free = Wishes(asked.session_len, asked.max_batch_size), limit - PROCESSES
+    patches = picture_patches(artifact.file, spec.vision)
+    wishes = replace(
+        wishes,
+        max_prefill_token_num=step_tokens(spec, wishes.max_prefill_token_num),
+        patches=patches,
+        kept_patches=EngineOptions.pictures_kept * patches,
+    )
     found = plan(
-        MemoryNeed(need.weights, need.activations_per_token, need.block_bytes, free, False),
+        replace(need, free=free, loaded=False),
         spec.cache_groups,
         block_size=options.block_size,
         vocab_size=spec.vocab_size,
         max_position=spec.max_position,
-        device=runner.device,
+        device=device,
         wishes=wishes,
     )
     blocks = max(2, *found.num_blocks)
     if cuda:
         return Memory(found, limit or _rounded(need.weights + GPU_HOST), blocks, found.total)
     return Memory(found, limit or _rounded(int(found.total / SAFE_SHARE) + PROCESSES), blocks, None)
+
+
+def _as_on_a_gpu(path: Path, options: RunnerOptions) -> Runner:
+    """A runner that needs what a GPU's would: numbers as the checkpoint has them, quantized weights packed. On this
+    machine's own terms either would be as its processor and its free memory have it."""
+    import torch
+
+    from toolkit.runners.tensor.devices.find import find_dtype
+    from toolkit.runners.tensor.footprint import stored_dtype
+    from toolkit.runners.tensor.runner import TensorRunner
+
+    opened = open_model(path, device=options.device)
+    weights, spec = canonical(opened), opened.spec
+    dtype = find_dtype(options.dtype, stored_dtype(weights()[spec.embed]), torch.device("cuda"), float16=spec.float16)
+    own = replace(options, dtype=str(dtype).removeprefix("torch."))
+    return TensorRunner(spec, weights, own, dense=False)
 
 
 def _rounded(size: int) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from toolkit.configs.engine import CommonEngineConfig
-from toolkit.configs.option import check_ranges, option, read_size, same_option
+from toolkit.configs.option import check_ranges, option, read_size
 from toolkit.errors import UsageError
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -30,7 +29,9 @@ class Deployment:
         None, "Tokens of a request, prompt and answer together. Default: the model's, 8192 at most.", min=1
     )
     max_batch_size: int | None = option(None, "Requests at a time. Default: 8, or what --memory holds.", min=1)
-    quant_policy: int = same_option(CommonEngineConfig, "quant_policy")
+    quant_policy: int = option(
+        0, "KV cache of our server: 0 (as --dtype), 8 bits, 4 (keys 6), 44 (4, keys too); on GPUs 16, 17 (float8) too."
+    )
     replicas: int = option(1, "How many run (k8s, kuberay, ray, dynamo).", min=1)
     secret: str = option("toolkit-keys", "Secret of Kubernetes whose TOOLKIT_API_KEYS are the clients' keys.")
     claim: str = option("toolkit-model", "Volume claim of Kubernetes on which the model lies.")

@@ -15,7 +15,8 @@ class Target:
 
     Of another engine ``image``; ``on_gpu``: what stands behind its name where a GPU computes; ``program``: what has to
     be installed; ``command``: its words, in which {model}, {name}, {port}, {length} and {batch} stand for the
-    deployment's, {context} for length × batch. ``key``: the environment variable of the clients' key; ``key_option``:
+    deployment's, {context} for length × batch. ``eyes``: the option of the file that a GGUF file's model sees with.
+    ``key``: the environment variable of the clients' key; ``key_option``:
     where the engine takes it as an option alone.
     ``package``: of Python, what has to be installed where ``program`` is Python itself.
     ``python``: whether its image has that. ``tag``: of our image, behind the device's.
@@ -29,6 +30,7 @@ class Target:
     program: str = ""
     package: str = ""
     command: tuple[str, ...] = ()
+    eyes: str = ""
     key: str = "TOOLKIT_API_KEYS"
     key_option: str = ""
     python: bool = True
@@ -68,7 +70,7 @@ TARGETS: dict[str, Target] = {
     ),
     "llama.cpp": Target(
         ("gguf",), _PEER, "bash {out}/run.sh", image="ghcr.io/ggml-org/llama.cpp:server", on_gpu="-cuda",
-        program="llama-server", key="LLAMA_API_KEY", python=False,
+        program="llama-server", eyes="--mmproj", key="LLAMA_API_KEY", python=False,
         command=("llama-server", "--model", "{model}", "--alias", "{name}", "--host", "0.0.0.0", "--port", "{port}",
                  "--ctx-size", "{context}", "--parallel", "{batch}", "--metrics"),
     ),

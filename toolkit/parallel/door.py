@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -35,11 +36,14 @@ class Door:
         """``worker``: what ranks of other machines are to run. Raises UsageError for an address that cannot be had."""
         self._key, self._nodes, self._worker = nodes.key, nodes, worker
         try:
-            own = (nodes.host, 0 if nodes.store else nodes.port)
-            self._socket = socket.create_server(own, backlog=64, reuse_port=False)
-        except OSError as e:
-            why = str(e.strerror).partition(" (while")[0]  # Python adds the address
-            raise UsageError(f"dist_init_addr: {nodes.host}:{nodes.port}: {why}; expected a free port here") from e
+            port = 0 if nodes.store else nodes.port
+            found = socket.getaddrinfo(nodes.host, port, type=socket.SOCK_STREAM)
+            family, *_, own = min(found, key=lambda one: one[0] != socket.AF_INET)  # which all others have, too
+            self._socket = socket.create_server(own, family=family, backlog=64, reuse_port=False)
+        except (OSError, UnicodeError) as e:  # the latter of a name with two dots in a row
+            why = str(getattr(e, "strerror", None) or e).partition(" (while")[0]  # Python adds the address
+            what = "a free port here" if getattr(e, "errno", 0) == errno.EADDRINUSE else "an address of this machine"
+            raise UsageError(f"dist_init_addr: {nodes.host}:{nodes.port}: {why}; expected {what}") from e
         if nodes.store:
             try:
                 nodes.board(LOOK_SECONDS).set(entry_of_door(), str(self._socket.getsockname()[1]))

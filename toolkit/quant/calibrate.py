@@ -19,7 +19,7 @@ from toolkit.quant.layers.masked import as_met
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.spill import Spill
 from toolkit.quant.layers.statistics_file import KIND, file_name, planned_bytes, raw_state, write_statistics
-from toolkit.quant.opening import check_common, open_source, read_text
+from toolkit.quant.opening import open_source, read_text
 from toolkit.quant.options import Common
 from toolkit.quant.run import Progress, Result, spill_of, tell_plan
 from toolkit.runners.tensor.devices.find import find_device
@@ -37,7 +37,6 @@ def calibrate(
 
     Raises UsageError or ToolkitError.
     """
-    check_common(common)
     source = open_source(model, common, "calibrate")
     check_directory_target(work_dir, [source.path], common.overwrite)
     size = planned_bytes(source)

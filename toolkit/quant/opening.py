@@ -52,7 +52,9 @@ def store_dtype(wanted: str, source: LayerSource) -> torch.dtype:
 
 
 def open_source(model: str, common: Common, what: str) -> LayerSource:
-    """The unquantized checkpoint behind MODEL. Raises ToolkitError for one that is quantized or cannot be read."""
+    """The unquantized checkpoint behind MODEL. Raises ToolkitError for one that is quantized or cannot be read,
+    UsageError for options that cannot be, before anything is fetched."""
+    check_common(common)
     path = resolve_model(model, revision=common.revision, download_dir=common.download_dir)
     require_kind(path, ("checkpoint",), f"tool lite {what}")
     explain_mapped_faults()

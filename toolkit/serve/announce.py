@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx2 as httpx
 
 from toolkit.base import tls
-from toolkit.serve.proxy.nodes import checked
+from toolkit.serve.proxy.nodes import UNSEEN, checked
 
 logger = logging.getLogger("toolkit.serve")
 EVERY_S = 15.0
@@ -58,7 +58,7 @@ class Announcement:
     async def repeat(self, models: Callable[[], Sequence[str]], url: str) -> None:
         """Tell the proxy of this server, which listens at ``url`` and serves ``models()`` then, until cancelled; then
         that it is gone. A proxy that is away, or refuses, is tried again, after growing pauses; the log says so once,
-        and once that it is back."""
+        and once that it is back. It also says where the proxy has this server and does not reach it."""
         proxy, own = checked(self.proxy_url), ""
         headers = {"Content-Type": "application/json"}
         if self.key:
@@ -66,23 +66,22 @@ class Announcement:
         async with httpx.AsyncClient(
             headers=headers, timeout=PATIENCE_S, trust_env=False, verify=tls.checking()
         ) as http:
-            has, trouble, pause = False, "", RETRY_S
+            has = works = False
+            trouble, pause = "", RETRY_S
             try:
                 while True:
-                    had = has
                     try:
                         own = own or await asyncio.to_thread(self.own_address, url)
                         has = True  # it may have it, where this ends while it still reads
                         body = {"url": own, "status": {"models": list(models())}, "lease": LEASE_S}
-                        found = await _tell(http, proxy, body)
+                        has, found = await _tell(http, proxy, body)
                     except OSError as error:  # its name is none yet, as where it comes up at the same time
-                        found = f"cannot be found ({error})"
-                    has = not found
-                    if has and not had:
+                        has, found = False, f"cannot be found ({error})"
+                    if not found and not works:
                         logger.warning("%s gets requests from the proxy %s", own, proxy)
-                    elif not has and found != trouble:
+                    elif found and found != trouble:
                         logger.warning("--proxy-url %s: %s; it is tried again, at least once a minute", proxy, found)
-                    trouble = found
+                    works, trouble = not found, found
                     await asyncio.sleep(EVERY_S if has else pause)
                     pause = RETRY_S if has else min(2 * pause, LONGEST_S)
             finally:
@@ -91,13 +90,28 @@ class Announcement:
                         await http.post(f"{proxy}/nodes/remove", params={"node_url": own})
 
 
-async def _tell(http: httpx.AsyncClient, proxy: str, body: dict[str, Any]) -> str:
-    """Why the proxy does not have this server now; "": it has."""
+async def _tell(http: httpx.AsyncClient, proxy: str, body: dict[str, Any]) -> tuple[bool, str]:
+    """(whether the proxy has this server now, why that gets no requests from it; "": it does)."""
     try:
         reply = await http.post(f"{proxy}/nodes/add", json=body)
     except httpx.HTTPError as error:
-        return f"cannot be told of this server ({tls.why(error)})"
-    return "" if reply.is_success else f"refuses this server: {_message(reply)}"
+        return False, f"cannot be told of this server ({tls.why(error)})"
+    if not reply.is_success:
+        return False, f"refuses this server: {_message(reply)}"
+    return True, _unreached(reply, body["url"])
+
+
+def _unreached(reply: httpx.Response, own: str) -> str:
+    """Why a proxy of ours that has this server sends it nothing."""
+    try:
+        node = reply.json()
+        healthy, reason = node["healthy"], node["reason"]
+    except (ValueError, LookupError, TypeError):  # another program, which does not say
+        return ""
+    if healthy is not False or reason == UNSEEN:
+        return ""
+    told = " ".join(str(reason).split())[:300]
+    return f"sends no requests to {own} ({told}); is that where it reaches this server (--node-url)?"
 
 
 def _message(reply: httpx.Response) -> str:

@@ -18,7 +18,7 @@ from toolkit.engine.cache.kept.block import Cipher, Digest, Seal, read_secret
 from toolkit.engine.cache.kept.folder import Folder
 from toolkit.engine.cache.kept.places import remember
 from toolkit.engine.cache.kept.shelf import Files, Shelf
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, UsageError
 
 if TYPE_CHECKING:
     from toolkit.engine.load.setup import Setup
@@ -47,10 +47,12 @@ def open_shelf(setup: Setup, runner: Runner, tell: Callable[[str], None]) -> She
         "runner": f"{runner.name}, {runner.dtype}, quant_policy {runner.options.quant_policy}",
         "tool_version": __version__,
     }
+    most, sizes = read_size("kv_cache_disk", config.kv_cache_disk), block_sizes(runner)
+    if most < (block := sum(sizes)):
+        raise UsageError(f"kv_cache_disk: expected at least {block} bytes, a block of this model, found {most}")
     folder = Folder(FLAG, path, model.hex()[:32], about)
     remember(toolkit_home(), path)
-    most = read_size("kv_cache_disk", config.kv_cache_disk)
-    return Files(folder, model, seal, block_sizes(runner), most, config.kv_cache_seconds)
+    return Files(folder, model, seal, sizes, most, config.kv_cache_seconds)
 
 
 def adapter_digests(setup: Setup) -> tuple[str, ...]:

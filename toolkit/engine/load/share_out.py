@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.artifacts.text_head import longest_text
@@ -26,7 +27,7 @@ def share_out(setup: Setup, runner: Runner, draft: OpenDraft | OpenHead | OpenMt
     that is computed whole does not fit."""
     config, spec = setup.config, runner.spec
     _check_blocks(spec, config, config.block_size)
-    patches = _patches(setup, spec.vision)
+    patches = picture_patches(setup.path, spec.vision)
     longest = spec.max_position
     if spec.encodes or spec.learned:
         longest += spec.encodes  # a text of as many tokens as it reads leaves no place for one that is drawn
@@ -46,7 +47,7 @@ def share_out(setup: Setup, runner: Runner, draft: OpenDraft | OpenHead | OpenMt
         wishes=Wishes(
             config.session_len,
             config.max_batch_size,
-            max(config.max_prefill_token_num, spec.together, spec.max_position if spec.mutual else 0),
+            step_tokens(spec, config.max_prefill_token_num),
             getattr(config, "num_gpu_blocks", 0) or config.cache_max_entry_count,
             config.target_step_ms,
             setup.pictures_together * patches,
@@ -73,7 +74,12 @@ def _check_blocks(spec: DecoderSpec, config: EngineConfig, size: int) -> None:
         raise UsageError(f"cache_block_seq_len (block_size): {found}")
 
 
-def _patches(setup: Setup, vision: VisionSpec | None) -> int:
-    """Of a picture, at most."""
-    recipe = None if vision is None else open_recipe(setup.path)
+def step_tokens(spec: DecoderSpec, asked: int) -> int:
+    """Prompt tokens of a step, at least as many as the model reads together."""
+    return max(asked, spec.together, spec.max_position if spec.mutual else 0)
+
+
+def picture_patches(path: Path, vision: VisionSpec | None) -> int:
+    """Of a picture, at most, as the model at ``path`` has it prepared."""
+    recipe = None if vision is None else open_recipe(path)
     return 0 if vision is None or recipe is None else most_patches(recipe, vision.merge)

@@ -29,7 +29,7 @@ from toolkit.quant.layers.masked import as_met
 from toolkit.quant.layers.output import cast_to, stored_as
 from toolkit.quant.layers.probe import Probe
 from toolkit.quant.layers.source import LayerSource
-from toolkit.quant.opening import check_alone, check_common, open_source, read_text, store_dtype
+from toolkit.quant.opening import check_alone, open_source, read_text, store_dtype
 from toolkit.quant.options import Common
 from toolkit.quant.room import dense_bytes
 from toolkit.quant.run import Progress, Result, spill_of, tell_plan
@@ -51,7 +51,6 @@ def kv(
 
     Raises UsageError or ToolkitError, one line.
     """
-    check_common(common)
     check_alone(common, "lite kv")
     source = open_source(model, common, "kv")
     if not source.spec.keeps_keys():

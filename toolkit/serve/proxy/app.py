@@ -40,6 +40,7 @@ class NodeStatus(Strict):
     speed: float | None = Field(None, gt=0, description="In any measure that is the same for all nodes")
     unfinished: int | None = Field(None, description="Without effect")
     latency: list[float] | None = Field(None, description="Without effect")
+    role: int | str | None = Field(None, description="Without effect: a node is asked for it")
 
 
 class AddNode(Strict):

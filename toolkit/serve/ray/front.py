@@ -186,6 +186,8 @@ class Forward(Reply):
         if moves:
             asked = replace(asked, avoid=self._fleet.shunned)
         for again in (True, False):
+            if not again:
+                self._metrics.retries.inc()
             head: Message | None = None
             held: list[Message] = []  # of a whole answer all, until its end is there
             try:
@@ -218,7 +220,6 @@ class Forward(Reply):
                     return 502
             except Busy as error:
                 raise ApiError(429, f"{error}; try again later", code="too_many_requests") from None
-            self._metrics.retries.inc()
         raise ApiError(503, "no replica could answer; ask again", code="no_node")
 
     async def _broken(self, send: Send, head: Message) -> None:

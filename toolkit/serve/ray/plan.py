@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, TypeVar
 
 from toolkit.artifacts.alike import fingerprint
 from toolkit.artifacts.source import resolve_model
@@ -23,6 +23,7 @@ from toolkit.serve.run import check
 NAME = "toolkit"  # of the application
 # Without it a replica that hangs keeps its place, and those who wait for it, for the whole grace period.
 CONTROLLER = {"runtime_env": {"env_vars": {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}}}
+R = TypeVar("R", bound=Any)
 _NAMES = ("demo", "auto", "toolkit")
 _NOT_WRITTEN = ("api_keys", "write_config", "ray_address")
 
@@ -91,8 +92,7 @@ class Plan:
                 text = f"another model is called {one.name}, too; rename one of the directories"
                 raise UsageError(f"MODEL {model}: {text}")
             found[one.name] = one
-        told = {f.name: value for f in fields(settings) if (value := getattr(settings, f.name)) is not None}
-        return Plan(list(found.values()), RaySettings(**_with_roots(RaySettings, told)))
+        return Plan(list(found.values()), rooted(settings))
 
     def to_json(self) -> dict[str, Any]:
         """Inverse of ``of_json``; without what is at its default."""
@@ -137,6 +137,12 @@ def given(record: Any) -> dict[str, Any]:
         if f.name in values and getattr(record, f.name) != default:
             found[f.name] = values[f.name]
     return found
+
+
+def rooted(record: R) -> R:
+    """``record`` as other processes take it, whose working directory is another: with its paths from the root on."""
+    options = {f.name: getattr(record, f.name) for f in fields(record)}
+    return replace(record, **_with_roots(type(record), options))
 
 
 def _with_roots(record: type, options: dict[str, Any]) -> dict[str, Any]:
