@@ -71,7 +71,7 @@ def check_whole(checkpoint: Checkpoint) -> None:
 
 
 # Of encoders and classifiers: what stands behind the hidden states, and places counted from 0.
-_BEHIND = {"pooler", "cls", "classifier", "score", "position_ids"}
+_BEHIND = {"pooler", "cls", "classifier", "score", "v_head", "position_ids"}
 
 
 def left_out(checkpoint: Checkpoint, stored: Iterable[StoredTensor], mtp: Mtp | None = None) -> str:
