@@ -75,6 +75,24 @@ def test_labels_are_as_likely_as_transformers_says(served: Any, sorter: Path) ->
             pipe.get_reward_score(rows)
 
 
+def test_a_table_of_texts_gets_labels(served: Any, sorter: Path, tmp_path: Path) -> None:
+    """By their own lines, and by the column of a table."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    _, wanted = ask(served[0], "/classify", {"input": TEXTS})
+    rows = [{"text": text} for text in TEXTS]
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/pooling", "body": {"input": text}}
+        for i, text in enumerate(TEXTS)
+    ]
+    with pipeline(str(sorter), CONFIG) as pipe:
+        assert pipe.batch(rows, tmp_path / "out.parquet", prompt="{text}", endpoint="/classify").completed == 3
+        assert pipe.batch(lines, tmp_path / "out.jsonl").completed == 3
+    found = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [row["text"] for row in found] == [one["label"] for one in wanted["data"]]
+    told = [json.loads(line)["response"]["body"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [len(one["data"][0]["data"]) for one in told] == [3, 3, 3]
+
+
 def test_labels_that_do_not_exclude_each_other(tiny_checkpoint: Any, tmp_path: Path) -> None:
     path = changed(tiny_checkpoint("bert", tmp_path / "m", labels=3), problem_type="multi_label_classification")
     ids = [5, 6, 7, 8]
