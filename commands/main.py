@@ -21,6 +21,7 @@ from typer.exceptions import TyperException
 from toolkit import __version__
 from toolkit.base import extras
 from toolkit.commands.app import aliases
+from toolkit.commands.app.config_file import expanded
 from toolkit.commands.app.groups import Group, new_app
 from toolkit.commands.app.interrupt import INTERRUPTED, Watch
 from toolkit.commands.app.own_families import name_families, raised_in
@@ -132,11 +133,12 @@ def normalise(argv: list[str]) -> tuple[list[str], bool]:
     """Spell flags as the commands do, up to a bare ``--``, and take ``--debug`` out.
 
     ``--work_dir`` is ``--work-dir``; ``--adapters a=x b=y`` is ``--adapters a=x --adapters b=y``, and so is it with
-    the other options of SEVERAL; other tools' words get our names (``aliases.py``).
+    the other options of SEVERAL; other tools' words get our names (``aliases.py``). A file of options becomes them
+    (``config_file.py``); raises UsageError for one that cannot.
     """
     out: list[str] = []
     debug = bool(os.environ.get("TOOLKIT_DEBUG"))
-    argv = aliases.spelled_here(argv)
+    argv = expanded(aliases.spelled_here(argv))
     ours = aliases.of_command(argv)
     last, values = "", 0  # the flag that stands before, and how many values it has had
     for i, arg in enumerate(argv):
@@ -206,7 +208,7 @@ def _after_broken_pipe(left: SystemExit, error: BrokenPipeError) -> int:
 def main(argv: list[str] | None = None) -> None:
     """Run ``tool`` with ``argv`` (default: the process's) and exit: 0 done, 1 failure, 2 misuse, 130 interrupted."""
     code: Any = 0
-    watch = Watch()
+    watch, debug = Watch(), False
     try:
         args, debug = normalise(sys.argv[1:] if argv is None else argv)
         code = _whole()(args=name_families(args), prog_name="tool", standalone_mode=False)

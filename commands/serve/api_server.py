@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.commands.app.config_file import FLAG as CONFIG
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags, with_lmdeploy_flags
 from toolkit.commands.output import say, show_engine, stderr
 from toolkit.configs.moving import EngineRole
@@ -32,6 +33,12 @@ def run(
         list[str] | None,
         typer.Argument(help="Local directory, hub id, .gguf file, artifact, or demo; several are loaded on demand."),
     ] = None,
+    config_file: Annotated[
+        str | None,
+        typer.Option(
+            CONFIG, metavar="FILE", help="Options (and model) of a YAML file, by their names; those typed count before."
+        ),
+    ] = None,  # read before this one is called (app/config_file.py)
 ) -> None:
     """Serve MODEL with OpenAI's API (/v1/chat/completions, /v1/responses and others) and Anthropic's (/v1/messages).
 

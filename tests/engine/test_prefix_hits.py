@@ -43,6 +43,18 @@ def test_a_beginning_is_computed_once(fake: Any, kind: str, users: int, prefaces
     assert core.stats()["prefix_hit_tokens"] >= (COUNT - prefaces) * PREFACE
 
 
+@pytest.mark.parametrize(
+    "salts, hits", [(("", ""), 5), (("a", "a"), 5), (("a", "b"), 0), (("a", ""), 0), (("", "a"), 0)]
+)
+def test_requests_of_another_salt_find_nothing(fake: Any, salts: tuple[str, str], hits: int) -> None:
+    """Nor do those without one; and what they compute stays their own while both run."""
+    core = fake.make_core(block_size=SIZE, session_len=256, blocks=800, cheap=True)
+    for number, salt in enumerate(salts):
+        core.add(EngineRequest(str(number), ids("common", PREFACE), SamplingParams(4), salt=salt))
+        fake.run(core)
+    assert core.stats()["prefix_hit_tokens"] // SIZE == hits
+
+
 def test_those_that_begin_alike_lie_side_by_side_in_a_step(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runners read what neighbours have in common once."""
     core = fake.make_core(block_size=SIZE, session_len=256, blocks=800, max_batch_size=16, cheap=True)

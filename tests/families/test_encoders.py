@@ -258,7 +258,9 @@ def test_other_poolings_are_named(change: dict[str, Any], told: str, tiny_models
         open_head(made, "max")
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "modernbert", "gte", "nomic_bert", "eurobert"])
+@pytest.mark.parametrize(
+    "family", ["bert", "roberta", "modernbert", "gte", "nomic_bert", "eurobert", "distilbert", "electra"]
+)
 @pytest.mark.parametrize("labels", [1, 3])
 def test_scores_are_transformers(family: str, labels: int, tiny_models: Any, tmp_path: Path) -> None:
     """Of a classifier's checkpoint, and of an artifact."""
@@ -289,6 +291,32 @@ def test_a_classifier_that_scores_each_token_is_no_embedding(told: dict[str, str
     config = {"architectures": ["EuroBertForSequenceClassification"], "model_type": "eurobert", **told}
     with pytest.raises(ToolkitError, match="classifier_pooling: found late, expected bos or mean"):
         text_head(config, "config.json")
+
+
+@pytest.mark.parametrize(
+    "family, kind",
+    [
+        ("distilbert", "DistilBertForMaskedLM"),
+        ("electra", "ElectraForPreTraining"),
+        ("electra", "ElectraForMaskedLM"),
+    ],
+)
+def test_heads_of_training_are_no_part_of_the_model(family: str, kind: str, tiny_models: Any, tmp_path: Path) -> None:
+    """As they are published: under the name of the model inside, with what nobody asks for here."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(tiny_models(family), architectures=None)
+    getattr(transformers, kind)(config).save_pretrained(tmp_path / "m")
+    checkpoint = open_checkpoint(tmp_path / "m")
+    _, stored = load_spec(checkpoint)
+    assert left_out(checkpoint, stored) == ""
+    assert canonical_weights(checkpoint, stored)
+
+
+def test_electra_small_is_refused() -> None:
+    config = {"architectures": ["ElectraModel"], "hidden_size": 256, "embedding_size": 128}
+    with pytest.raises(ToolkitError, match="embedding_size: found 128, expected 256, the hidden_size"):
+        build(config)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])

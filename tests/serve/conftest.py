@@ -123,6 +123,7 @@ class FakeEngine:
     adapters: list[str | None] = field(default_factory=list)  # of each request
     priorities: list[int] = field(default_factory=list)  # likewise
     whose: list[Any] = field(default_factory=list)  # likewise
+    salts: list[str] = field(default_factory=list)
     sessions: list[str | None] = field(default_factory=list)  # likewise
     predicted: list[list[int]] = field(default_factory=list)  # likewise
     rooms: list[int] = field(default_factory=list)  # likewise
@@ -162,12 +163,14 @@ class FakeEngine:
         prediction: Sequence[int] = (),
         second: int = 0,
         room: int = 0,
+        salt: str = "",
     ) -> AsyncIterator[Response]:
         assert request_id is not None and request_id not in self.running
         self.adapters.append(adapter)
         self.predicted.append(list(prediction))
         self.priorities.append(priority)
         self.whose.append(whose)
+        self.salts.append(salt)
         self.sessions.append(session)
         self.rooms.append(room)
         self.seen.append((token_ids, gen_config))

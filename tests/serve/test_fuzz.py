@@ -14,10 +14,16 @@ from toolkit.serve import control_routes
 from toolkit.serve.anthropic.fields import KINDS, MessagesRequest
 from toolkit.serve.fields.protocol import UNSUPPORTED, ChatCompletionRequest, CompletionRequest
 from toolkit.serve.lmdeploy import generate_routes, interactive_routes
-from toolkit.serve.openai import pooling_routes
+from toolkit.serve.openai import label_routes, pooling_routes
 from toolkit.serve.openai.responses.fields import ResponsesRequest
 
-OTHERS = (*pooling_routes.BODIES, *generate_routes.BODIES, *interactive_routes.BODIES, *control_routes.BODIES)
+OTHERS = (
+    *pooling_routes.BODIES,
+    *label_routes.BODIES,
+    *generate_routes.BODIES,
+    *interactive_routes.BODIES,
+    *control_routes.BODIES,
+)
 MODELS = (ChatCompletionRequest, CompletionRequest, MessagesRequest, ResponsesRequest, *OTHERS)
 PARTS = ("role", "content", "name", "input", "call_id", "arguments", "output", "source", "data", "function", "mode")
 FIELDS = sorted({*(name for model in MODELS for name in model.model_fields), *UNSUPPORTED, *PARTS, "mystery"})
@@ -26,6 +32,8 @@ PATHS += [
     "/v1/embeddings",
     "/v1/rerank",
     "/v1/score",
+    "/classify",
+    "/pooling",
     "/generate",
     "/get_ppl",
     "/v1/chat/interactive",

@@ -49,6 +49,8 @@ ASKED = [
     ("/v1/embeddings", {"input": ["Hello", "you"], "encoding_format": "base64"}),
     ("/v1/rerank", {"query": "Hello", "documents": ["you", "me"], "method": "embedding"}),
     ("/v1/score", {"text_1": "Hello", "text_2": ["you"], "method": "embedding"}),
+    ("/classify", {"input": "Hello"}),
+    ("/pooling", {"input": "Hello"}),
     ("/generate", {"prompt": "Hello"}),
     ("/get_ppl", {"input": "Hello"}),
     ("/api/chat", {"messages": TALK, "stream": False}),

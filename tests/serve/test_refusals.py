@@ -52,6 +52,9 @@ REFUSED: dict[str, Callable[[], object]] = {
         adapter_dir=Path("none")
     ).check(),
     r"^--key-share: expected 0\.01 to 1, found 2$": lambda: ServerSettings(key_share=2.0).check(),
+    r"^--prefix-cache-shared: expected all or user, found 'key'$": lambda: ServerSettings(
+        prefix_cache_shared="key"
+    ).check(),
     r"^--lowest-priority: expected -100 to 100, found -101$": lambda: ServerSettings(lowest_priority=-101).check(),
     r"^--node-url: only with --proxy-url": lambda: ServerSettings(node_url="http://n").check(),
     r"^--allow-private-media: name the hosts by --allowed-media-domains": lambda: ServerSettings(

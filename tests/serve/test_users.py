@@ -104,6 +104,25 @@ def test_clients_may_lower_themselves_alone_unless_the_operator_says_more(
     assert server.engine.priorities == [asked] * (3 if status == 200 else 0)
 
 
+@pytest.mark.parametrize("shared", ["all", "user"])
+def test_keys_share_the_prefix_cache_unless_the_operator_says_no(start: Any, shared: str) -> None:
+    """Beside that, whoever sends a salt shares with the same salt alone."""
+    server = start(api_keys=["one", "two"], prefix_cache_shared=shared)
+    asked = [("one", None), ("one", None), ("two", None), ("one", "a"), ("two", "a")]
+    for key, salt in asked:
+        for path, body in (
+            ("/v1/completions", BODY),
+            ("/v1/chat/completions", {"model": "echo", "messages": "a"}),
+            ("/generate", {"prompt": "a"}),
+        ):
+            found, said, _ = keyed(server.url, key).post({**body, "cache_salt": salt}, path)
+            assert found == 200, said
+    one, again, two, salted, other = (server.engine.salts[i : i + 3] for i in range(0, 15, 3))
+    assert one == again and all(len(set(each)) == 1 for each in (one, two, salted, other))
+    assert one != salted and two != other
+    assert (one == two) == (salted == other) == (shared == "all")
+
+
 def test_a_key_s_line_says_what_it_may(start: Any, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(

@@ -71,7 +71,9 @@ def check_whole(checkpoint: Checkpoint) -> None:
 
 
 # Of encoders and classifiers: what stands behind the hidden states, and places counted from 0.
-_BEHIND = {"pooler", "cls", "classifier", "score", "position_ids"}
+_BEHIND = {"pooler", "cls", "classifier", "pre_classifier", "score", "v_head", "position_ids"}
+_BEHIND |= {"vocab_transform", "vocab_layer_norm", "vocab_projector"}  # DistilBERT's guesses of words
+_BEHIND |= {"discriminator_predictions", "generator_predictions", "generator_lm_head"}  # ELECTRA's
 
 
 def left_out(checkpoint: Checkpoint, stored: Iterable[StoredTensor], mtp: Mtp | None = None) -> str:

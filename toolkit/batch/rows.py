@@ -28,7 +28,7 @@ from toolkit.serve.openai.batches.lines import (
     read_object,
     read_request,
 )
-from toolkit.serve.openai.batches.urls import CHAT, EMBEDDINGS, RESPONSES
+from toolkit.serve.openai.batches.urls import CHAT, TEXT
 
 TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 NAME = "custom_id"
@@ -130,7 +130,7 @@ class Rows:
             if system is not None:
                 messages.insert(0, {"role": "system", "content": system})
             return Asked(name, CHAT, {"messages": messages})
-        if self._endpoint in (EMBEDDINGS, RESPONSES):
+        if self._endpoint != TEXT:
             more = {} if system is None else {"instructions": system}
             return Asked(name, self._endpoint, {"input": prompt, **more})
         return Asked(name, self._endpoint, {"prompt": prompt})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -72,6 +72,8 @@ def _text(body: Any) -> str | None:
         if "output" in body:  # of /v1/responses, which has thoughts and calls beside it
             parts = [part for item in body["output"] if item["type"] == "message" for part in item["content"]]
             return "".join(part["text"] for part in parts) if parts else None
+        if "data" in body:
+            return cast(str, body["data"][0]["label"])  # of /classify
         choice = body["choices"][0]
         found = choice["message"]["content"] if "message" in choice else choice["text"]
     except (TypeError, LookupError):

@@ -121,7 +121,7 @@ class Intake:
             max_len=self._max_len,
             rope_set=rope_set,
             turned_by=turned,
-            keys_root=root_key(turned, self._adapters.told(request.adapter), owner) if shares else None,
+            keys_root=root_key(turned, self._adapters.told(request.adapter), owner, request.salt) if shares else None,
             processors=list(processors),
             spans=spans,
             axes=axes,

@@ -42,10 +42,45 @@ class Head:
         """How much a pair of texts have to do with each other. Raises UsageError for a model of several labels."""
         if self.spec.labels != 1:
             raise UsageError(f"{self._where}: expected a model with one label to rank by, found {self.spec.labels}")
-        found = float(self.through(hidden)[0])
-        if not math.isfinite(found):
+        return float(self.probabilities(hidden)[0])
+
+    def check_labels(self, rewards: bool = False) -> None:
+        """Raise UsageError for a model that has no classifier, or several labels where a reward is wanted."""
+        if not self.scores:
+            raise UsageError(f"{self._where}: expected a model with a classifier (…ForSequenceClassification)")
+        if rewards and self.spec.labels != 1:
+            found = self.spec.labels
+            raise UsageError(f"{self._where}: expected a reward model, which has one label, found {found}; classify")
+
+    def logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float64]:
+        """A number for each label of a classifier."""
+        found = self.through(hidden).astype(np.float64)
+        if not np.isfinite(found).all():
             raise ToolkitError("the scores are NaN or infinite: check the model's weights and dtype")
-        return 1 / (1 + math.exp(-max(found, -700.0))) if self.spec.sigmoid else found
+        return found
+
+    def probabilities(self, hidden: NDArray[np.float32]) -> NDArray[np.float64]:
+        """How likely each label is: of several one is true, unless the model says that each is so by itself. Of one
+        label the score."""
+        found = self.logits(hidden)
+        if self.spec.labels > 1 and not self.spec.apart:
+            shares = np.exp(found - found.max())
+            return np.asarray(shares / shares.sum())
+        each = self.spec.labels > 1 or self.spec.sigmoid
+        return 1 / (1 + np.exp(-found.clip(min=-700.0))) if each else found
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What the labels are called: as transformers does where the model does not say."""
+        return self.spec.names or tuple(f"LABEL_{i}" for i in range(self.spec.labels))
+
+    def ended(self, token_ids: list[int], most: int | None = None) -> list[int]:
+        """``token_ids`` with the token behind them by which the model scores, if it has one and they have not; of a
+        text that is cut to ``most`` tokens the last one gives way to it."""
+        end = self.spec.end
+        if end is None or token_ids[-1:] == [end]:
+            return token_ids
+        return [*(token_ids if most is None else token_ids[: most - 1]), end]
 
     def through(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
         """A pooled hidden state [hidden] behind all layers."""

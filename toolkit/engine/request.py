@@ -59,7 +59,7 @@ class EngineRequest:
     ``whose``: among whom the engine is shared out. ``prediction``: tokens that much of the answer may be, which are
     guessed first. ``lend``: other engines are to find its prompt's blocks, of which the last output tells
     (``block_ids``); ``room``: tokens that one of those may write behind it; ``source``: the id of the engine that has
-    computed them, "" = none has."""
+    computed them, "" = none has. ``salt``: its blocks are shared with requests alone that have the same."""
 
     id: str
     token_ids: list[int]
@@ -76,6 +76,7 @@ class EngineRequest:
     lend: bool = False
     room: int = 0
     source: str = ""
+    salt: str = ""
 
 
 @dataclass

@@ -12,7 +12,7 @@ from toolkit.models.eyes.mmproj import Mmproj
 from toolkit.models.eyes.pictures import Recipe
 from toolkit.models.eyes.videos import Video
 from toolkit.models.gguf import Gguf
-from toolkit.models.spec import TextHead
+from toolkit.models.spec import HeadLayer, TextHead
 
 # ``Family.spellings`` of a language model that also comes as a part of one that sees.
 WITHIN = (("model.", "model.language_model.", "language_model.model."), ("lm_head", "language_model.lm_head"))
@@ -49,7 +49,8 @@ class Family:
     fields of a config of these architectures that tell of another family, and which. ``blind``: the family of its
     language model, which a config without ``vision_config`` is read as. ``encodes``: it reads texts for embeddings and
     scores, and writes none. ``classifier``: what stands behind its hidden states in a model whose class ends in
-    ``ForSequenceClassification``; None: the last token's through the linear ``score``.
+    ``ForSequenceClassification``; None: the last token's through the linear ``score``. ``reward``: what the last
+    token's goes through in a model whose class ends in ``ForRewardModel``; None: there is none.
     """
 
     name: str
@@ -67,3 +68,4 @@ class Family:
     blind: str | None = None
     encodes: bool = False
     classifier: Callable[[Fields], TextHead] | None = None
+    reward: tuple[HeadLayer, ...] | None = None

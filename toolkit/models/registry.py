@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol
 
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models import families as folder
-from toolkit.models.classifier import labels_of, told_sigmoid
+from toolkit.models.classifier import classifier_head, reward_head
 from toolkit.models.config.fields import Fields, check_dtype, check_token_ids
 from toolkit.models.config.rope import LAYER_TYPES
 from toolkit.models.decoder import Built
@@ -36,6 +36,7 @@ from toolkit.models.spec import HeadLayer, StoredTensor, TextHead
 VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one family each, with : between them
 # Fields of a config that hold the language model of one that sees.
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
+REWARD = "ForRewardModel"  # how classes end that say how good an answer is
 GROUP = "toolkit.families"  # of entry points: name = "package.module:FAMILY"
 
 
@@ -137,8 +138,10 @@ def find_family(config: dict[str, Any], source: str = "config.json", own: Iterab
     spelled = {architecture} if isinstance(architecture, str) else set()
     for end in ("TextModel", "Model", "ForSequenceClassification"):  # saved without its head, or with another
         spelled |= {name.removesuffix(end) + "ForCausalLM" for name in spelled if name.endswith(end)}
+    rewards = {name.removesuffix(REWARD) + "ForCausalLM" for name in spelled if name.endswith(REWARD)}
     for family in itertools.chain(own, _in_order(model_type if isinstance(model_type, str) else None)):
-        if spelled.intersection(family.architectures) or (not architecture and model_type == family.name):
+        asked = spelled if family.reward is None else spelled | rewards
+        if asked.intersection(family.architectures) or (not architecture and model_type == family.name):
             other = next((name for sign, name in family.others.items() if config.get(sign)), None)
             if family.blind and not config.get("vision_config"):
                 other = family.blind
@@ -206,9 +209,10 @@ def part_alone(config: dict[str, Any], family: Family) -> str | None:
 
 
 def without_head(config: dict[str, Any], family: Family) -> bool:
-    """Whether a model was saved without the head that its family has (Qwen3Model, MistralModel: for embeddings)."""
-    name = _architecture(config)
-    bare = isinstance(name, str) and name.endswith("Model") and name not in family.architectures
+    """Whether a model was saved without the head that its family has: for embeddings (Qwen3Model, MistralModel), or
+    with another that scores."""
+    name, ends = _architecture(config), ("Model", "ForSequenceClassification")
+    bare = isinstance(name, str) and name.endswith(ends) and name not in family.architectures
     return bare and not family.encodes
 
 
@@ -248,14 +252,16 @@ def build_video(
 def text_head(config: dict[str, Any], source: str) -> TextHead | None:
     """What a model has that was trained to score texts behind its hidden states; None for any other model."""
     name = _architecture(config)
-    if not (isinstance(name, str) and name.endswith("ForSequenceClassification")):
+    if not (isinstance(name, str) and name.endswith(("ForSequenceClassification", REWARD))):
         return None
     family, fields = find_family(config, source), Fields(config, source)
+    if name.endswith(REWARD):
+        return None if family.reward is None else reward_head(fields, *family.reward)
     if family.classifier is not None:
         return family.classifier(fields)
     if family.encodes:
         return None
-    return TextHead("last", (HeadLayer("score"),), labels_of(fields), told_sigmoid(fields))
+    return classifier_head(fields, "last", HeadLayer("score"))
 
 
 def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: Iterable[Family] = ()) -> Built:

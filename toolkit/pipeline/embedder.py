@@ -28,10 +28,22 @@ class Embedder:
         self, inputs: Any, pooling: str, normalize: bool, dimensions: int | None, adapter_name: str | None
     ) -> NDArray[np.float32]:
         """As ``Pipeline.get_embeddings``."""
-        if (head := self._heads.get(pooling)) is None:
-            head = self._heads[pooling] = open_head(self._tokenizer.path, pooling)
+        head = self._head(pooling)
         states = self._runner.hidden_states(self._rows(inputs), adapter_name, head.pooling)
         return np.stack([head.embedding(state, dimensions, normalize) for state in states])
+
+    def judged(self, inputs: Any, adapter_name: str | None, rewards: bool) -> tuple[Head, list[NDArray[np.float32]]]:
+        """The model's classifier, and the state by which it judges each input. ``rewards``: of one label. Raises
+        UsageError for a model that has none."""
+        head = self._head("auto")
+        head.check_labels(rewards)
+        rows = [head.ended(ids) for ids in self._rows(inputs)]
+        return head, self._runner.hidden_states(rows, adapter_name, head.spec.pooling)
+
+    def _head(self, pooling: str) -> Head:
+        if (head := self._heads.get(pooling)) is None:
+            head = self._heads[pooling] = open_head(self._tokenizer.path, pooling)
+        return head
 
     @cached_property
     def _text(self) -> EmbeddedText:

@@ -309,6 +309,25 @@ class Pipeline:
         self._check_open()
         return self._embedder.vectors(inputs, pooling, normalize, dimensions, self._adapter(adapter_name))
 
+    def classify(
+        self, inputs: str | list[str] | list[int] | list[list[int]], adapter_name: str | None = None
+    ) -> list[dict[str, float]]:
+        """How likely each label of a classifier (…ForSequenceClassification) is, of each input: {label: probability}.
+        Of a model with one label it is the score. inputs: as for ``get_embeddings``. Raises UsageError for a model
+        without a classifier, and what ``get_embeddings`` raises."""
+        self._check_open()
+        head, states = self._embedder.judged(inputs, self._adapter(adapter_name), rewards=False)
+        return [dict(zip(head.labels, head.probabilities(x).tolist(), strict=True)) for x in states]
+
+    def get_reward_score(self, input_ids: list[int] | list[list[int]]) -> list[float]:
+        """The reward of each sequence of token ids, of a reward model (…ForRewardModel), or of a classifier that has
+        one label. The token by which InternLM2's judge is added where it is missing. Raises UsageError for another
+        model, and what ``get_embeddings`` raises."""
+        self._check_open()
+        many = arguments.id_rows(input_ids, self.tokenizer.vocab_size)
+        head, states = self._embedder.judged(many, self._adapter(None), rewards=True)
+        return [float(head.logits(x)[0]) for x in states]
+
     def batch(
         self,
         source: str | Path | Iterable[Mapping[str, Any]],

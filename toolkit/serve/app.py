@@ -32,7 +32,7 @@ from toolkit.serve.lmdeploy import distserve_routes, generate_routes, interactiv
 from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama import routes as ollama_routes
 from toolkit.serve.ollama.cards import add_lists
-from toolkit.serve.openai import chat_routes, completion_routes, pooling_routes, token_routes
+from toolkit.serve.openai import chat_routes, completion_routes, label_routes, pooling_routes, token_routes
 from toolkit.serve.openai.batches import routes as batch_routes
 from toolkit.serve.openai.batches.batches import Batches
 from toolkit.serve.openai.batches.store import FileStore
@@ -57,6 +57,7 @@ ROUTES = (
     llama_routes,
     token_routes,
     pooling_routes,
+    label_routes,
     batch_routes,
     generate_routes,
     interactive_routes,

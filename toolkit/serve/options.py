@@ -18,6 +18,7 @@ HYBRID, DIST_SERVE = SERVING = ("Hybrid", "DistServe")  # LMDeploy's
 MAX_GRACE_S = 3600
 CLIENT_GRACE_S = 2.0  # after the requests were ended: time to write the last bytes
 _SEVERAL = {"rich_help_panel": "Several models"}
+CACHE_SHARES = ("all", "user")
 _SHARES = {"rich_help_panel": "Fair shares"}
 _IMAGES = {"rich_help_panel": "Images"}
 _CONTROL = {"rich_help_panel": "What clients may do to the server"}
@@ -55,6 +56,12 @@ class ServerSettings:
     lowest_priority: int = option(
         0,
         "The lowest (most urgent) priority that requests may ask for. Default: clients only lower their own.",
+        **_SHARES,
+    )
+    prefix_cache_shared: str = option(
+        "all",
+        "Who finds the beginning of a prompt in the cache that somebody has sent: all, or the same key alone (user).",
+        allowed=CACHE_SHARES,
         **_SHARES,
     )
     trusted_proxy: Sequence[str] = option(
@@ -155,6 +162,9 @@ class ServerSettings:
                     f"{spelled(name)}: only for a server of {'one model' if several else 'several models'}"
                 )
         self._check_media()
+        if self.prefix_cache_shared not in CACHE_SHARES:
+            found = f"found {self.prefix_cache_shared!r:.40}"
+            raise UsageError(f"{spelled('prefix_cache_shared')}: expected {' or '.join(CACHE_SHARES)}, {found}")
         if self.weight_updates_path is not None and not self.enable_weight_updates:
             raise UsageError("--weight-updates-path: only with --enable-weight-updates; name it too")
         if self.adapter_dir is not None and not self.adapter_dir.is_dir():

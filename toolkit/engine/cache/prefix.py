@@ -2,7 +2,7 @@
 
 The key of block j digests the key of block j-1, the block's token ids and the pictures that stand in it, so equal keys
 mean equal prefixes (BLAKE2b, 256 bits: a collision is out of reach). Whatever else changes keys and values — the rope
-set, the adapter, and the session where requests may not share — is in the root.
+set, the adapter, the session where requests may not share, and what a client keeps others out by — is in the root.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from toolkit.engine.pictures.spans import Span
 
 
-def root_key(turned_by: int, adapter: int | str, owner: str) -> bytes:
+def root_key(turned_by: int, adapter: int | str, owner: str, salt: str = "") -> bytes:
     """``turned_by``: the rope set, or the length by which the request turns; ``adapter``: its number, or where keys
     outlive the engine a digest; ``owner``: "" where everybody shares, else the session whose turns share with each
-    other alone."""
-    return blake2b(f"{turned_by}/{adapter}/{owner}".encode(), digest_size=32).digest()
+    other alone; ``salt``: of requests that share with those alone that have the same."""
+    within = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32).digest() if salt else b""
+    return blake2b(f"{turned_by}/{adapter}/{owner}".encode(), key=within, digest_size=32).digest()
 
 
 def extend_keys(

@@ -347,6 +347,7 @@ class AsyncEngine:
                 lend=config.with_cache,
                 room=asked.room,
                 source=(config.migration_request or {}).get("remote_engine_id", ""),
+                salt=asked.salt,
             )
             if config.preserve_cache and request.session is None:
                 request.session = self.peers.preserve(name)

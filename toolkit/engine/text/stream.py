@@ -44,7 +44,7 @@ class Asked:
     "last" and "mean" its ``last_hidden_state`` as one row. ``priority``: the lower, the sooner it starts.
     ``pictures``: in the order of their places in the prompt. ``progress``: deltas say how far the prompt has come
     (``prompt_progress``). ``whose``: whose request it is. ``prediction``: token ids that much of the answer may be,
-    for guesses. ``second``, ``room``: see ``EngineRequest``.
+    for guesses. ``second``, ``room``, ``salt``: see ``EngineRequest``.
     """
 
     token_ids: list[int]
@@ -61,6 +61,7 @@ class Asked:
     prediction: Sequence[int] = ()
     second: int = 0
     room: int = 0
+    salt: str = ""
 
 
 class RequestStream:

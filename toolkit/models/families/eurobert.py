@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.models.classifier import labels_of, told_sigmoid
+from toolkit.models.classifier import classifier_head
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, llama_like
@@ -31,7 +31,7 @@ def _classifier(config: Fields) -> TextHead:
     if pooling not in ("bos", "mean"):
         config.fail("classifier_pooling", pooling, "bos or mean, the other ways to score are not built here")
     layers = (HeadLayer("dense", activation="gelu"), HeadLayer("classifier"))
-    return TextHead("mean" if pooling == "mean" else "cls", layers, labels_of(config), told_sigmoid(config))
+    return classifier_head(config, "mean" if pooling == "mean" else "cls", *layers)
 
 
 FAMILY = Family(

@@ -8,6 +8,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny
+from toolkit.models.spec import HeadLayer
 from toolkit.models.stored import fused_by_kv_head, renamed
 
 NAMES = {
@@ -36,7 +37,7 @@ def build(config: Fields) -> Built:
 DYNAMIC = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
 FAMILY = Family(
     "internlm2",
-    "InternLM 2, 2.5",
+    "InternLM 2, 2.5; InternLM2 Reward",
     ("InternLM2ForCausalLM",),
     build,
     (
@@ -48,4 +49,5 @@ FAMILY = Family(
     ),
     llama.GGUF,
     twin="llama",
+    reward=(HeadLayer("v_head"),),
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 from typing import cast
 
-from toolkit.models.classifier import labels_of, told_sigmoid
+from toolkit.models.classifier import classifier_head
 from toolkit.models.config.dims import layer_ropes, read_windows
 from toolkit.models.config.fields import MAX_POSITION, Fields
 from toolkit.models.decoder import Built, layer_norm
@@ -58,7 +58,7 @@ def _classifier(config: Fields) -> TextHead:
     hidden = HeadLayer("head.dense", activation=cast(HeadActivation, act))
     norm = HeadLayer("head.norm", "norm", eps=config.number("norm_eps", default=1e-5, high=0.5))
     layers = (hidden, norm, HeadLayer("classifier"))
-    return TextHead(cast(Pooling, pooling), layers, labels_of(config), told_sigmoid(config))
+    return classifier_head(config, cast(Pooling, pooling), *layers)
 
 
 FAMILY = Family(

@@ -7,6 +7,7 @@ from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf
+from toolkit.models.spec import HeadLayer
 
 
 def layer_windows(config: Fields, layers: int) -> list[int | None]:
@@ -24,7 +25,7 @@ def build(config: Fields) -> Built:
 GGUF = Gguf("qwen2", "qwen2", BLOCK, fields={"hidden_act": "silu", "use_sliding_window": False})
 FAMILY = Family(
     "qwen2",
-    "Qwen 1.5, 2, 2.5, QwQ; R1 distilled into Qwen; MiMo 7B",
+    "Qwen 1.5, 2, 2.5, QwQ; R1 distilled into Qwen; MiMo 7B; Qwen2.5-Math-RM",
     ("Qwen2ForCausalLM", "MiMoForCausalLM"),
     build,
     (
@@ -32,4 +33,5 @@ FAMILY = Family(
         Tiny(dict(use_sliding_window=False)),
     ),
     GGUF,
+    reward=(HeadLayer("score.0", activation="relu"), HeadLayer("score.2")),
 )

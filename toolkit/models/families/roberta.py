@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from toolkit.models.classifier import labels_of, told_sigmoid
+from toolkit.models.classifier import classifier_head
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
 from toolkit.models.encoder import NO_GGUF
@@ -18,7 +18,7 @@ def build(config: Fields) -> Built:
 
 def _classifier(config: Fields) -> TextHead:
     layers = (HeadLayer("classifier.dense", activation="tanh"), HeadLayer("classifier.out_proj"))
-    return TextHead("cls", layers, labels_of(config), told_sigmoid(config))
+    return classifier_head(config, "cls", *layers)
 
 
 _HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from toolkit.base.record import later
+
 Pooling = Literal["cls", "mean", "last"]
 POOLINGS: tuple[Pooling, ...] = ("cls", "mean", "last")
 HeadActivation = Literal["none", "tanh", "gelu", "relu", "silu", "sigmoid"]
@@ -30,9 +32,13 @@ class HeadLayer:
 class TextHead:
     """``pooling``: which hidden state is taken, the first token's, the last one's or the mean of all. ``layers``: what
     it goes through. ``labels``: what it then has a number for each of, 0 = it is an embedding; ``sigmoid``: whether
-    a score is the sigmoid of that number."""
+    a score is the sigmoid of that number. ``names``: of the labels, where they are known; ``apart``: several labels may
+    be true at once; ``end``: the token that a text ends with to be scored."""
 
     pooling: Pooling
     layers: tuple[HeadLayer, ...] = field(default=())
     labels: int = 0
     sigmoid: bool = True
+    names: tuple[str, ...] = later(())
+    apart: bool = later(False)
+    end: int | None = later(None)

@@ -48,7 +48,6 @@ UNSUPPORTED = {
     "echo": "only for /v1/completions",
     "return_tokens_as_token_ids": "not supported; return_token_ids gives them",
     "truncate_prompt_tokens": "not supported; shorten the prompt",
-    "cache_salt": "not supported; start a server for each tenant",
     "mm_processor_kwargs": "not supported; pictures are prepared as the model's files say",
     "media_io_kwargs": "only for /v1/chat/completions",
     "kv_transfer_params": "not supported; caches stay in their server",
@@ -135,6 +134,12 @@ class SampledRequest(FormatFields):
     spaces_between_special_tokens: bool | None = None
     priority: int | None = Field(
         None, ge=PRIORITY.low, le=PRIORITY.high, description="The lower, the sooner it starts; default 0"
+    )
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="The prefix cache is shared with requests alone that have the same, as in vLLM",
     )
     with_cache: bool | None = Field(None, description="The answer names its prompt's blocks, and they are lent")
     preserve_cache: bool | None = Field(None, description="They stay in the cache until /distserve/free_cache")

@@ -22,7 +22,7 @@ OF_EACH = (
     "generation_config max_log_len otlp_traces_endpoint pooling tool_call_parser reasoning_parser parse_special "
     "vision_max_batch_size allowed_local_media_path allowed_media_domains allow_private_media media_io_kwargs "
     "limit_mm_per_prompt log_level log_format limits key_share key_requests key_tokens_per_minute lowest_priority "
-    "grace_period"  # a SIGTERM may be for all processes together, as systemd's is
+    "prefix_cache_shared grace_period"  # a SIGTERM may be for all processes together, as systemd's is
 ).split()
 
 

@@ -68,7 +68,7 @@ class Chat:
         config, budget, seen, predicted = await run_sized(state, finish, self.size)
         adapter = state.adapter_of(request.model)
         common: Any = {"priority": state.priority(request.priority), "label": request.session_id, "pictures": pictures}
-        common["prediction"] = predicted
+        common |= {"prediction": predicted, "salt": request.cache_salt or ""}
         self.choices = [
             Choice(i, 0, token_ids, choice_config(config, i), adapter, **common, budget=budget and budget.of_choice(i))
             for i in range(request.drawn)

@@ -38,7 +38,7 @@ class Budget:
 class Choice:
     """One sequence to generate: number ``index`` of the answer, from prompt number ``prompt``.
 
-    ``adapter``, ``only``, ``priority``, ``session``, ``pictures``, ``second``: as of ``Asked``.
+    ``adapter``, ``only``, ``priority``, ``session``, ``pictures``, ``second``, ``salt``: as of ``Asked``.
     ``label``: the client's session_id, by which it may be aborted. ``budget``: the limit of its thoughts.
     ``progress``: tell how far the prompt has come. ``prediction``: token ids that much of the answer may be.
     """
@@ -57,3 +57,4 @@ class Choice:
     progress: bool = False
     prediction: Sequence[int] = ()
     second: int = 0
+    salt: str = ""

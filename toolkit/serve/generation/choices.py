@@ -173,6 +173,7 @@ async def _run_one(
         whose=Whose(user.id, request_of(engine_id), user.rules.weight, share if user.name else 1.0, user.owner),
         prediction=choice.prediction,
         second=choice.second,
+        salt=f"{user.owner} {choice.salt}" if state.settings.prefix_cache_shared == "user" else choice.salt,
         room=_room(choice, state.engine.session_len),
     )
     try:

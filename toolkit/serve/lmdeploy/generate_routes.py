@@ -118,6 +118,7 @@ class RawAnswer:
                 only="score" if request.max_tokens == 0 else None,
                 priority=state.priority(request.priority),
                 label=request.session_id,
+                salt=request.cache_salt or "",
             )
             async with aclosing(run_choices(state, self.id, [choice])) as stream:
                 async for _, delta in stream:

@@ -181,6 +181,7 @@ class Turn:
                 priority=state.priority(request.priority),
                 label=request.session_id if request.session_id >= 0 else None,
                 session=talk.name if kept else None,
+                salt=request.cache_salt or "",
             )
             text, talk.request_id = "", f"interactive-{uuid.uuid4().hex}"
             async with aclosing(run_choices(state, talk.request_id, [choice])) as stream:

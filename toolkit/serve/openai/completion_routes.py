@@ -77,6 +77,7 @@ class CompletionAnswer:
             config = replace(config, include_stop_str_in_output=True)
         choices, adapter = [], state.adapter_of(request.model)
         common: Any = {"priority": self.state.priority(request.priority), "label": request.session_id}
+        common["salt"] = request.cache_salt or ""
         for p, prompt in enumerate(request.prompt):
             param = "prompt" if len(request.prompt) == 1 else f"prompt.{p}"
             if request.suffix:

@@ -10,7 +10,7 @@ from toolkit.serve.http.errors import ApiError
 
 # What goes through besides /v1/…; not what ends, changes or shows a server itself.
 FORWARDED = frozenset(
-    "/generate /get_ppl /tokenize /detokenize /tokenizer_info /rerank /v2/rerank /score "
+    "/generate /get_ppl /tokenize /detokenize /tokenizer_info /rerank /v2/rerank /score /classify /pooling "
     "/api/chat /api/generate /api/embed /api/embeddings /api/show /completion /infill /apply-template".split()
 )
 

@@ -21,7 +21,7 @@ _OF_REPLICAS = (
     "generation_config", "pooling", "tool_call_parser", "reasoning_parser", "parse_special", "vision_max_batch_size",
     "allowed_local_media_path", "allowed_media_domains", "allow_private_media", "media_io_kwargs",
     "limit_mm_per_prompt", "key_share", "key_requests", "key_tokens_per_minute", "lowest_priority", "adapter_dir",
-    "log_level", "log_format", "max_log_len",
+    "prefix_cache_shared", "log_level", "log_format", "max_log_len",
 )  # fmt: skip
 
 
@@ -60,6 +60,7 @@ class RaySettings:
     key_requests: int | None = same_option(ServerSettings, "key_requests")
     key_tokens_per_minute: int | None = same_option(ServerSettings, "key_tokens_per_minute")
     lowest_priority: int = same_option(ServerSettings, "lowest_priority")
+    prefix_cache_shared: str = same_option(ServerSettings, "prefix_cache_shared")
     allow_origins: Sequence[str] = same_option(ServerSettings, "allow_origins")
     grace_period: float = option(600.0, "Seconds that a replica which is to end has for what it answers.", min=0)
     generation_config: str = same_option(ServerSettings, "generation_config")

@@ -233,6 +233,41 @@ class Scores(BaseModel):
     usage: Usage
 
 
+class Class(BaseModel):
+    """``label``: the likeliest; ``probs``: of each label."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classes(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Class]
+    usage: Usage
+
+
+class Reward(BaseModel):
+    """``data``: the reward, or a number for each label of several."""
+
+    index: int
+    object: Literal["pooling"]
+    data: float | list[float]
+
+
+class Rewards(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Reward]
+    usage: Usage
+
+
 class Aborted(BaseModel):
     aborted: int
 

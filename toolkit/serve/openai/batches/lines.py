@@ -18,7 +18,18 @@ from toolkit.serve.generation.read import SMALL
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.json_values import count_values
 from toolkit.serve.http.limits import Limits
-from toolkit.serve.openai.batches.urls import CHAT, EMBEDDINGS, RERANK, RESPONSES, SCORE, TEXT, URLS
+from toolkit.serve.openai.batches.urls import (
+    CHAT,
+    CLASSIFY,
+    EMBEDDINGS,
+    POOLING,
+    RERANK,
+    RESPONSES,
+    SCORE,
+    TEXT,
+    URLS,
+)
+from toolkit.serve.openai.label_routes import ClassifyRequest, PoolingRequest
 from toolkit.serve.openai.pooling_routes import EmbeddingsRequest, RerankRequest, ScoreRequest
 from toolkit.serve.openai.responses.fields import ResponsesRequest
 
@@ -30,6 +41,8 @@ ENDPOINTS: dict[str, type[BaseModel]] = {
     RESPONSES: ResponsesRequest,
     RERANK: RerankRequest,
     SCORE: ScoreRequest,
+    CLASSIFY: ClassifyRequest,
+    POOLING: PoolingRequest,
 }
 OTHER_NAMES = {"/rerank": RERANK, "/v2/rerank": RERANK, "/score": SCORE}
 MOST_NAME = 512  # characters of a custom_id
