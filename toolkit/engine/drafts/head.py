@@ -71,14 +71,15 @@ class DraftHead(Draft):
         if not len(out.aux):
             return
         cu, ends = batch.cu_seqlens.tolist(), batch.seq_lens.tolist()
+        at = np.searchsorted(batch.aux_index, batch.cu_seqlens).tolist()  # of a sequence its last tokens came back
         for i, seq in enumerate(step.plan.sequences()):
             if seq.finished:
                 continue
-            first, stop = cu[i], cu[i + 1]
-            start = ends[i] - (stop - first)
-            count = min(stop - first, seq.known - start)
+            first, size = at[i], at[i + 1] - at[i]
+            start, token = ends[i] - size, cu[i + 1] - size
+            count = min(size, seq.known - start)
             came = seq.tokens[start : start + count]
-            right = (batch.token_ids[first : first + count] == came) | (batch.from_previous[first : first + count] >= 0)
+            right = (batch.token_ids[token : token + count] == came) | (batch.from_previous[token : token + count] >= 0)
             count = count if right.all() else int(np.argmin(right))
             self._keep(seq, start, out.aux[first : first + count], step, i)
 
