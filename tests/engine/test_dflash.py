@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_mtp import Made, answers_of
+from tests.engine.test_mtp import Made, answers_of, rows_read
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.runners.native import library
 
@@ -57,6 +57,17 @@ def test_answers_stay_what_they_are(
     answers, accepted = answers_of(path, draft, None, backend, **options)
     assert answers == plain
     assert accepted > 20
+
+
+def test_a_prompt_is_read_in_parts(model: Path, dflash: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as a whole, for which others would wait."""
+    path = dflash.constant(model, tmp_path / "model")
+    draft = dflash.write_dflash(path, tmp_path / "draft", right=True)
+    plain = answers_of(path, False)[0]
+    read = rows_read(monkeypatch)
+    answers, accepted = answers_of(path, draft, max_prefill_token_num=24)
+    assert answers == plain and accepted > 20
+    assert max(read) <= 24 and sum(read) > 100
 
 
 def test_ranks_give_the_bits_of_one_process(model: Path, dflash: Any, tmp_path: Path) -> None:

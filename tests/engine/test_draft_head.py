@@ -77,7 +77,7 @@ class Told(DraftHead):
     """Keeps what it guesses, and says in its place what comes, as far as ``answers`` has it; every third is wrong."""
 
     def __init__(self, answers: dict[str, list[int]], make: Any = Head) -> None:
-        super().__init__(random_head(make=make), LAYERS, 400)
+        super().__init__(random_head(make=make), LAYERS, 400, 64)
         self.answers, self.made = answers, list[tuple[list[int], list[int]]]()
 
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
@@ -182,7 +182,7 @@ def test_a_broken_head_changes_no_answer(model: Path, wrong: float, make: Any) -
     words = np.full((SPEC.draft_vocab_size, SPEC.hidden_size), wrong, np.float32)
     head = random_head(make=make, **{"lm_head.weight": words})
     with np.errstate(all="ignore"):
-        assert answers_of(model, [DraftHead(head, LAYERS, 400)]) == answers_of(model, None)
+        assert answers_of(model, [DraftHead(head, LAYERS, 400, 64)]) == answers_of(model, None)
 
 
 def test_what_a_token_takes_is_known_after_the_first_guess(model: Path) -> None:
@@ -195,12 +195,12 @@ def test_what_a_token_takes_is_known_after_the_first_guess(model: Path) -> None:
             known.extend([self.cost.known] * any(guess.tokens for guess in found))
             return found
 
-    assert answers_of(model, [Short(random_head(), LAYERS, 400)]) == answers_of(model, None)
+    assert answers_of(model, [Short(random_head(), LAYERS, 400, 64)]) == answers_of(model, None)
     assert known[0]
 
 
 def test_there_is_no_more_room(model: Path) -> None:
-    draft = DraftHead(random_head(), LAYERS, 400, room=0)
+    draft = DraftHead(random_head(), LAYERS, 400, 64, room=0)
     assert answers_of(model, [draft]) == answers_of(model, None)
 
 

@@ -62,13 +62,13 @@ class OpenHead:
             from toolkit.runners.native.draft.eagle3 import NativeHead
 
             native = NativeHead(self.spec, weights(), embed, d2t, self.threads)
-            return DraftHead(native, self.layers, plan.session_len)
+            return DraftHead(native, self.layers, plan.session_len, plan.max_prefill_token_num)
         import torch
 
         from toolkit.runners.tensor.drafts.eagle3 import TorchHead
 
         head = TorchHead(self.spec, weights, embed, d2t, torch.device(self.device))
-        return DraftHead(head, self.layers, plan.session_len)
+        return DraftHead(head, self.layers, plan.session_len, plan.max_prefill_token_num)
 
     def close(self) -> None:
         """Nothing is held but the mapped file."""

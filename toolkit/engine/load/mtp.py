@@ -64,7 +64,7 @@ class OpenMtp:
         except (RunnerError, MemoryError) as e:
             raise ToolkitError(f"{self.option}: {self.path}: its {self.called} cannot be loaded: {e}") from e
         head: Any = self.head  # of the kind that its draft asks
-        return self.draft(head, self.taps, plan.session_len)
+        return self.draft(head, self.taps, plan.session_len, plan.max_prefill_token_num)
 
     def close(self) -> None:
         """Free what was opened."""
