@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from toolkit.models.family import Family
     from toolkit.runners.drafts.assistant import AssistantHead
     from toolkit.runners.drafts.dflash import DFlashHead
+    from toolkit.runners.drafts.head import F32, Join
     from toolkit.runners.drafts.mtp import MtpHead
 
 FLAG = "speculative_algorithm"
@@ -144,23 +145,20 @@ def _dflash(path: Path, target: Runner, block: int | None) -> DFlashHead:
 
     checkpoint, found = open_dflash(path, target.spec)
     spec = replace(found.spec, block=block or found.spec.block)
-    names = f"{spec.join.name}.weight", f"{spec.norm.name}.weight"
-
-    def numbers() -> tuple[Any, Any]:
-        join, norm = (checkpoint.tensor(name).float().numpy() for name in names)
-        return join.T.copy(), norm
-
     weights = CheckpointWeights(checkpoint, found.stored)
-    runner: Runner
+    lent: Any
     if target.name == "native":
-        from toolkit.runners.native.draft.lent import run_with_head as native
-
-        runner = native(spec.layer, weights, target)
+        from toolkit.runners.native.draft import lent
     else:
-        from toolkit.runners.tensor.drafts.lent import run_with_head as tensor
+        from toolkit.runners.tensor.drafts import lent
+    runner = lent.run_with_head(spec.layer, weights, target)
+    join, nbytes = lent.join_beside(spec.join, runner)
 
-        runner = tensor(spec.layer, weights, target)
-    return DFlashHead(spec, runner, numbers)
+    def read() -> tuple[Join, F32]:
+        matrix, norm = (checkpoint.tensor(f"{name}.weight").float() for name in (spec.join.name, spec.norm.name))
+        return join(matrix), norm.numpy()
+
+    return DFlashHead(spec, runner, read, nbytes)
 
 
 def _assistant(path: Path, target: Runner) -> AssistantHead:

@@ -1,5 +1,5 @@
-"""A draft model that guesses a block of tokens in one pass, as a draft head: a runner has its layers, what stands
-before them is computed here in float32."""
+"""A draft model that guesses a block of tokens in one pass, as a draft head: a runner has its layers, and the join that
+stands before them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import numpy as np
 
 from toolkit.models.spec import DFlashSpec
 from toolkit.runners.base import MemoryNeed, RunnerError
-from toolkit.runners.drafts.head import F32, I64, Rows, chances, rms
+from toolkit.runners.drafts.head import F32, I64, Join, Rows, chances, rms
 from toolkit.runners.drafts.paged import PagedHead, Text
 
 
 class DFlashHead(PagedHead):
-    """``runner``: of ``spec.layer``, with the model's embedding and head; ``read``: called at every load, the join
-    [in, hidden] and the norm's weights. Of a text row i is of the states at place i - 1, as of other heads."""
+    """``runner``: of ``spec.layer``, with the model's embedding and head; ``read``: called at every load, the join, of
+    ``nbytes``, and the norm's weights. Of a text row i is of the states at place i - 1, as of other heads."""
 
     name = "dflash"
 
-    def __init__(self, spec: DFlashSpec, runner: Any, read: Callable[[], tuple[F32, F32]]) -> None:
+    def __init__(self, spec: DFlashSpec, runner: Any, read: Callable[[], tuple[Join, F32]], nbytes: int) -> None:
         super().__init__(runner)
         self.spec, self.width = spec, spec.layer.hidden_size
-        self._read = read
-        self._join: F32 | None = None
+        self._read, self._nbytes = read, nbytes
+        self._join: Join | None = None
         self._norm: F32 = np.zeros(0, np.float32)
 
     def memory(self) -> MemoryNeed:
-        """Of the layers, and of the join in float32."""
+        """Of the layers, and of the join."""
         need: MemoryNeed = self.runner.memory()
-        return replace(need, weights=need.weights + 4 * self.spec.join.in_features * self.spec.join.out_features)
+        return replace(need, weights=need.weights + self._nbytes)
 
     def wake(self) -> None:
         super().wake()
@@ -45,7 +45,7 @@ class DFlashHead(PagedHead):
         """[rows, taps, hidden] of the model's hidden states → [rows, hidden], of which keys and values are made."""
         if self._join is None:
             raise RunnerError("dflash: the draft has no weights")
-        return rms(states.reshape(len(states), -1) @ self._join, self._norm, self.spec.norm.eps)
+        return rms(self._join(states.reshape(len(states), -1)), self._norm, self.spec.norm.eps)
 
     def grow(self, text: Text, count: int) -> bool:
         """Make room for ``count`` rows more, and the block behind them."""

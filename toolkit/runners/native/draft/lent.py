@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from toolkit.errors import UsageError
-from toolkit.models.spec import DecoderSpec
+from toolkit.models.spec import DecoderSpec, LinearSpec
 from toolkit.runners.base import Runner
 from toolkit.runners.drafts.paged import options_of
+from toolkit.runners.native.draft.join import NativeJoin, join_bytes, pack_join, threads_of
 from toolkit.runners.native.runner import NativeRunner
 from toolkit.runners.weights.rounded import rounded
 
@@ -22,3 +25,9 @@ def run_with_head(spec: DecoderSpec, weights: Mapping[str, Any], target: Runner)
     first.lend()
     found = weights if first.dtype == "float32" else rounded(weights, spec, "int8")
     return NativeRunner(spec, lambda: found, options_of(first.options), first.dtype, lender=first)
+
+
+def join_beside(join: LinearSpec, runner: NativeRunner) -> tuple[Callable[[Tensor], NativeJoin], int]:
+    """What makes of its float32 matrix [out, in] what stands before the layers of ``runner``, and the bytes of that."""
+    threads, dtype = threads_of(runner), runner.dtype
+    return lambda matrix: NativeJoin(pack_join(matrix, dtype), threads), join_bytes(join, dtype)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from toolkit.errors import UsageError
-from toolkit.models.spec import DecoderSpec
+from toolkit.models.spec import DecoderSpec, LinearSpec
 from toolkit.runners.base import Runner, RunnerOptions
 from toolkit.runners.drafts.head import F32
 from toolkit.runners.drafts.paged import options_of
+from toolkit.runners.tensor.drafts.join import TensorJoin, join_bytes
 from toolkit.runners.tensor.layers.norms import Norm
 from toolkit.runners.tensor.runner import TensorRunner
 
@@ -33,3 +36,8 @@ def run_with_head(spec: DecoderSpec, weights: Mapping[str, Any], target: Runner)
     if not isinstance(target, TensorRunner):
         raise UsageError("runs with ranks of the native runner alone; leave it out, or tp, pp, dp and ep")
     return TensorRunner(spec, lambda: weights, options_beside(target), dense=target.dense, lender=target)
+
+
+def join_beside(join: LinearSpec, runner: TensorRunner) -> tuple[Callable[[Tensor], TensorJoin], int]:
+    """As ``native.draft.lent.join_beside``."""
+    return lambda matrix: TensorJoin(matrix, runner.device), join_bytes(join)
