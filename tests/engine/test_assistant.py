@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.engine.test_mtp import Made, answers_of
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
-from toolkit.engine.load.mtp import open_assistant_model
+from toolkit.engine.load.drafts.assistant import open_assistant_model
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native import library

@@ -23,7 +23,10 @@ from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.draft import Guess
-from toolkit.engine.load.mtp import open_assistant_model, open_dflash_model, open_eagle_layer, open_mtp_layer
+from toolkit.engine.load.drafts.assistant import open_assistant_model
+from toolkit.engine.load.drafts.dflash import open_dflash_model
+from toolkit.engine.load.drafts.eagle import open_eagle_layer
+from toolkit.engine.load.drafts.mtp import open_mtp_layer
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Sequence

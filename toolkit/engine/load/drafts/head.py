@@ -1,4 +1,4 @@
-"""The draft head of an engine: checked against its model, planned for and loaded beside it."""
+"""A draft head (EAGLE-3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.artifacts.drafts.draft_head import HeadSpec, read_head
 from toolkit.artifacts.weight_files.safetensors_file import widened
 from toolkit.base.threads import usable_cores
 from toolkit.engine.drafts.head import ROOM, DraftHead
-from toolkit.engine.load.draft import FLAG, ShareOut, flagged, plan_beside
+from toolkit.engine.load.drafts.beside import FLAG, ShareOut, flagged, plan_beside
 from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import CacheGroup
