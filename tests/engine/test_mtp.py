@@ -94,7 +94,7 @@ def answers_of(
     limits = EngineOptions(**words, speculation=Speculation(most=5, always=True, shared="off") if guess else None)
     drafts = []
     if layer is not None:
-        layer.blocks = (layer_blocks,)
+        layer.blocks = (layer_blocks,) * len(layer.head.groups)
         drafts.append(layer.load(type("Plan", (), words)))  # type: ignore[arg-type]
     core = EngineCore(runner, limits, None, drafts=drafts)
     if drafts:

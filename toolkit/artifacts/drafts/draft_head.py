@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from toolkit.artifacts.json_file import read_json_object, write_json_object
 from toolkit.artifacts.weight_files.safetensors_file import map_arrays, read_header, write_tensors
 from toolkit.errors import ToolkitError
+from toolkit.models.drafts.absent import BY_TYPE
 from toolkit.models.registry import build
 from toolkit.models.spec import RopeSpec
 
@@ -30,24 +31,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 VERSION = "0.5.0"  # of speculators, whose form this is
-# transformers leaves what is as its class has it out of a config that it writes
-_LLAMA = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-}
-_QWEN3 = _LLAMA | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "head_dim": 128,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-}
-_KINDS = {"llama": ("LlamaForCausalLM", _LLAMA), "qwen3": ("Qwen3ForCausalLM", _QWEN3)}
+_KINDS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # by ``model_type``
 
 
 @dataclass(frozen=True)
@@ -132,8 +116,9 @@ def read_head_spec(path: Path) -> HeadSpec:
     if method != "eagle3":
         raise ToolkitError(f"{file}: speculators_model_type: expected eagle3, found {method!r:.40}")
     inner = layer_config(config, file, _KINDS)
-    name, absent = _KINDS[inner.get("model_type", "llama")]
-    as_model = {**absent, **inner, "num_hidden_layers": 1, "architectures": [name], "tie_word_embeddings": False}
+    kind = inner.get("model_type", "llama")
+    as_model = {**BY_TYPE[kind], **inner, "architectures": [_KINDS[kind]], "tie_word_embeddings": False}
+    as_model["num_hidden_layers"] = 1
     spec, _ = build(as_model, str(file))
     attention, mlp = (sub.mixer for sub in spec.layers[0].sublayers)
     assert attention.kind == "attention" and mlp.kind == "mlp"

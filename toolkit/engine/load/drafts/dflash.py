@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from toolkit.engine.load.drafts.beside import flagged
 from toolkit.engine.load.drafts.layers import OpenLayers
 from toolkit.runners.base import Runner
@@ -26,8 +28,8 @@ def open_dflash_model(path: Path, target: Runner, block: int | None) -> OpenLaye
 
 
 def _opened(path: Path, target: Runner, block: int | None) -> DFlashHead:
-    from toolkit.artifacts.drafts.dflash import open_dflash
-    from toolkit.runners.drafts.dflash import DFlashHead
+    from toolkit.artifacts.drafts.dflash import open_dflash, own_ids
+    from toolkit.runners.drafts.dflash import DFlashHead, Own
     from toolkit.runners.weights.checkpoint import CheckpointWeights
 
     checkpoint, found = open_dflash(path, target.spec)
@@ -38,11 +40,14 @@ def _opened(path: Path, target: Runner, block: int | None) -> DFlashHead:
         from toolkit.runners.native.draft import lent
     else:
         from toolkit.runners.tensor.drafts import lent
-    runner = lent.run_with_head(spec.layer, weights, target)
+    runner = lent.run_with_head(spec.layer, weights, target, own=found.own)
     join, nbytes = lent.join_beside(spec.join, runner)
 
     def read() -> tuple[Join, F32]:
         matrix, norm = (checkpoint.tensor(f"{name}.weight").float() for name in (spec.join.name, spec.norm.name))
         return join(matrix), norm.numpy()
 
-    return DFlashHead(spec, runner, read, nbytes)
+    lender: Any = getattr(target, "first", target)  # of several ranks
+    tokens = target.spec.vocab_size
+    own = Own(own_ids(checkpoint, tokens), lambda ids: lender.embed(np.clip(ids, 0, tokens - 1))) if found.own else None
+    return DFlashHead(spec, runner, read, nbytes, own)

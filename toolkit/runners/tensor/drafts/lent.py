@@ -31,11 +31,12 @@ def final_norm(target: TensorRunner) -> F32:
     return numbers
 
 
-def run_with_head(spec: DecoderSpec, weights: Mapping[str, Any], target: Runner) -> TensorRunner:
-    """The runner of ``spec``. Raises UsageError where ``target`` is one of several ranks."""
+def run_with_head(spec: DecoderSpec, weights: Mapping[str, Any], target: Runner, own: bool = False) -> TensorRunner:
+    """The runner of ``spec``; ``own``: its head is its own. Raises UsageError where ``target`` is a rank of several."""
     if not isinstance(target, TensorRunner):
         raise UsageError("runs with ranks of the native runner alone; leave it out, or tp, pp, dp and ep")
-    return TensorRunner(spec, lambda: weights, options_beside(target), dense=target.dense, lender=target)
+    lender = None if own else target
+    return TensorRunner(spec, lambda: weights, options_beside(target), dense=target.dense, lender=lender)
 
 
 def join_beside(join: LinearSpec, runner: TensorRunner) -> tuple[Callable[[Tensor], TensorJoin], int]:
