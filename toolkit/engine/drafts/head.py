@@ -197,12 +197,12 @@ class DraftHead(Draft):
         return seq.tokens[place : place + count].astype(np.int64), follower.take(count)
 
     def _draw(self, going: list[Asked], found: dict[Sequence, Guess]) -> None:
-        ids, states, rows = [], [], []
+        read, rows = [], []
         for seq, follower, _ in going:
             rows.append(Rows(follower.kept, follower.rows))
-            for whole, part in zip((ids, states), self._next(seq, follower, follower.rows), strict=True):
-                whole.append(part)
+            read.append(self._next(seq, follower, follower.rows))
             follower.known = seq.known
+        ids, states = zip(*read, strict=True)
         drawn = self._step(np.concatenate(ids), np.concatenate(states), rows)
         whole = {seq: follower.kept.length for seq, follower, _ in going}
         if not self.cost.known:  # prompts were read, which says nothing of a token: without this it would rest unknown
