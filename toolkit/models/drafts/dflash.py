@@ -113,8 +113,8 @@ def _by_speculators(config: dict[str, Any], source: str, model: DecoderSpec) -> 
 
 def _check_size(layers: Fields, model: DecoderSpec) -> None:
     absent = BY_TYPE["qwen3"]
-    sizes = (layers.integer(name, default=absent[name], high=1 << 24) for name in ("hidden_size", "vocab_size"))
-    check_size(*sizes, model)
+    width, tokens = (layers.integer(name, default=absent[name], high=1 << 24) for name in ("hidden_size", "vocab_size"))
+    check_size(width, tokens, model)
 
 
 def _block(fields: Fields, default: int) -> int:

@@ -15,6 +15,8 @@ F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 Join = Callable[[F32], F32]
 """A linear that a runner computes: [rows, in] → [rows, out]."""
+Words = Callable[[I64], F32]
+"""Embeddings of tokens: [rows] → [rows, hidden]."""
 
 
 @dataclass(frozen=True)

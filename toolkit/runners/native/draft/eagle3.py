@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from toolkit.artifacts.canonical import Dense
 from toolkit.artifacts.drafts.draft_head import HeadSpec
-from toolkit.artifacts.weight_files.safetensors_file import widened
 from toolkit.models.rope import inv_freq
 from toolkit.runners.base import RunnerError
-from toolkit.runners.drafts.head import F32, I64, Drawn, Rows
+from toolkit.runners.drafts.head import F32, I64, Drawn, Rows, Words
 from toolkit.runners.native import library
 from toolkit.runners.native.draft.join import NativeJoin, Normed
 from toolkit.runners.native.mixers import flat
@@ -71,17 +68,15 @@ class Cells:
 
 
 class NativeHead:
-    """``weights``: by the names of ``HeadSpec.shapes``, float32; ``embed``: the embedding as it is stored, float32,
-    float16 or the bits of bfloat16; ``d2t``: see ``draft_head.py`` of artifacts. Implements ``Reader``."""
+    """``weights``: by the names of ``HeadSpec.shapes``, float32; ``words``: its embedding; ``d2t``: see
+    ``draft_head.py`` of artifacts. Implements ``Reader``."""
 
     name = "eagle3"
 
-    def __init__(
-        self, spec: HeadSpec, weights: Mapping[str, F32], embed: NDArray[Any], d2t: I64 | None, threads: int
-    ) -> None:
+    def __init__(self, spec: HeadSpec, weights: Mapping[str, F32], words: Words, d2t: I64 | None, threads: int) -> None:
         self.spec = spec
         self.width = spec.hidden_size
-        self._embed = embed
+        self._words = words
         ids = np.arange(spec.draft_vocab_size)
         self.ids: I64 = ids if d2t is None else ids + d2t  # in the model's vocabulary, of each of its own
         self._cell = 2 * LANES * spec.kv_heads * -(-spec.head_dim // LANES) * LANES  # bytes of one cell, in bfloat16
@@ -126,7 +121,7 @@ class NativeHead:
 
     def step(self, ids: I64, states: F32, rows: Sequence[Rows]) -> Drawn:
         """See ``Reader``. Raises RunnerError where it fails."""
-        words, given = widened(self._embed[ids]), np.ascontiguousarray(states, np.float32)
+        words, given = self._words(ids), np.ascontiguousarray(states, np.float32)
         counts = np.array([r.count for r in rows], np.int64)
         lengths = np.array([r.kept.length for r in rows], np.int64)
         places = lengths + [r.kept.first for r in rows]
@@ -160,7 +155,7 @@ def _packed_of(weights: Mapping[str, F32], name: str) -> PackedTensor:
 
 def _before_join(spec: HeadSpec, weights: Mapping[str, F32]) -> Normed | None:
     """Of each state that is joined, or of all together; None where there is none."""
-    count = weights["fc.weight"].shape[1] // spec.hidden_size
+    count = weights["fc.weight"].shape[1] // spec.reads
     names = ["input_norm"] if spec.norm_before_fc else [f"fc_norm.{i}" for i in range(count if spec.fc_norm else 0)]
     if not names:
         return None
