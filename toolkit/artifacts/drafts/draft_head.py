@@ -28,7 +28,6 @@ from toolkit.artifacts.weight_files.safetensors_file import (
     write_tensors,
 )
 from toolkit.errors import ToolkitError
-from toolkit.models.config.fields import MAX_WIDTH
 from toolkit.models.drafts.absent import BY_TYPE
 from toolkit.models.registry import build
 from toolkit.models.spec import RopeSpec
@@ -189,7 +188,7 @@ def _draft_vocab(config: Mapping[str, Any], vocab: int, file: Path) -> int:
 
 def _states_size(config: Mapping[str, Any], own: int, file: Path) -> int:
     found = config.get("target_hidden_size") or own
-    if not isinstance(found, int) or not 1 <= found <= MAX_WIDTH:
+    if not isinstance(found, int) or found < 1:
         raise ToolkitError(f"{file}: target_hidden_size: expected the model's width, found {found!r:.40}")
     return 0 if found == own else found
 
