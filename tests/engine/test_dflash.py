@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.engine.test_mtp import Made, answers_of, rows_read
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.drafts.dflash import open_dflash
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.models.registry import load_spec
 from toolkit.runners.native import library
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library is not here")
@@ -116,6 +120,17 @@ def test_it_is_found_and_guesses_again_after_sleep(backend: Any, model: Path, df
         p.engine.weights.wake()
         again, more = counted(p)
         assert again == before and more["accepted"] > 20
+
+
+def test_the_size_of_a_block_stands_in_either_place(model: Path, dflash: Any, tmp_path: Path) -> None:
+    """The drafts for Qwen3.5 have it in ``dflash_config``."""
+    spec, _ = load_spec(open_checkpoint(model))
+    draft = dflash.write_dflash(model, tmp_path / "draft", block_size=4)
+    assert open_dflash(draft, spec)[1].spec.block == 6
+    config = json.loads((draft / "config.json").read_text())
+    del config["block_size"]
+    (draft / "config.json").write_text(json.dumps(config))
+    assert open_dflash(draft, spec)[1].spec.block == 4
 
 
 def test_what_of_speculators_form_cannot_be_is_refused_in_a_line(
