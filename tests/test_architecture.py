@@ -109,7 +109,7 @@ SEEN = (
     "gguf",
     "family",
     "registry",
-    *(f"drafts.{name}" for name in ("assistant", "dflash", "mtp", "of_model")),
+    *(f"drafts.{name}" for name in ("absent", "assistant", "dflash", "mtp", "of_model")),
 )
 SEEN += tuple(f"eyes.{name}" for name in ("mmproj", "pictures", "videos", "vision"))
 ONLY = {("artifacts", "models"): {f"toolkit.models.{name}" for name in SEEN}}

@@ -102,7 +102,7 @@ class Head:
         self.spec, tensors = read_head(path, layers)
         embed, d2t = tensors.pop("embed_tokens.weight"), tensors.pop("d2t", None)
         weights = {name: widened(x) for name, x in tensors.items()}
-        self.native = NativeHead(self.spec, weights, embed, d2t, usable_cores())
+        self.native = NativeHead(self.spec, weights, lambda ids: widened(embed[ids]), d2t, usable_cores())
         self._weights = {name: torch.from_numpy(x) for name, x in weights.items()}
         self._embed = torch.from_numpy(widened(embed))
 

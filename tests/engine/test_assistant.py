@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 
 from tests.engine.test_mtp import Made, answers_of
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
-from toolkit.engine.load.mtp import open_assistant_model
+from toolkit.engine.load.drafts.assistant import open_assistant_model
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native import library
+from toolkit.runners.native.runner import NativeRunner
+from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.runner import TensorRunner
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library is not here")
@@ -98,6 +100,22 @@ def test_it_is_found_sleeps_and_meets_new_weights(
         p.update_weights(tensors | {"model.norm.weight": -tensors["model.norm.weight"]})
         assert counted(p)[0] != before
         assert [draft.name for draft in p.engine._loop._core.speculator.drafts] == ["mtp"]
+
+
+def test_of_a_prompt_the_newest_state_alone_comes_back(
+    tiny_models: Any, assistant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = assistant.alone(tiny_models("gemma4_text"), tmp_path / "model")
+    small = assistant.write_assistant(path, tmp_path / "small", right=True)
+    steps: list[StepBatch] = []
+    submit = NativeRunner.submit
+    monkeypatch.setattr(NativeRunner, "submit", lambda self, batch: steps.append(batch) or submit(self, batch))
+    _, accepted = answers_of(path, small)
+    assert accepted > 20
+    steps = [batch for batch in steps if batch.embeds is None]  # of the model
+    guesses, texts = 5, 4
+    assert max(len(batch.aux_index) for batch in steps) <= (1 + guesses) * texts
+    assert max(len(batch.token_ids) for batch in steps) > 60
 
 
 def test_a_cache_that_is_given_back_is_not_held(tiny_models: Any, assistant: Any, tmp_path: Path) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from tests.engine.test_mtp import Made, answers_of
+from tests.engine.test_mtp import Made, answers_of, rows_read
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.drafts.dflash import open_dflash
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.models.registry import load_spec
 from toolkit.runners.native import library
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library is not here")
@@ -26,10 +32,21 @@ def model(request: Any, tiny_models: Any) -> Path:
     return path
 
 
+FORMS = {
+    "authors": {},
+    "some with a window": {"windows": (20, None, 20)},
+    "speculators": {"form": "speculators"},
+    "windows, few tokens": {"form": "speculators", "windows": (20, 20), "tokens": 100},
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("backend, chunk", [("turbomind", 9), ("turbomind", 64), ("pytorch", 9)])
-def test_guesses_are_those_of_the_paper(model: Path, backend: str, chunk: int, dflash: Any, tmp_path: Path) -> None:
+def test_guesses_are_those_of_the_paper(
+    model: Path, backend: str, chunk: int, form: dict[str, Any], dflash: Any, tmp_path: Path
+) -> None:
     made: Made = []
-    draft = dflash.write_dflash(model, tmp_path / "draft")
+    draft = dflash.write_dflash(model, tmp_path / "draft", **form)
     answers, _ = answers_of(model, draft, made, backend, max_prefill_token_num=chunk)
     assert answers == answers_of(model, False, None, backend)[0]
     made = [one for one in made if one[1]]
@@ -57,6 +74,17 @@ def test_answers_stay_what_they_are(
     answers, accepted = answers_of(path, draft, None, backend, **options)
     assert answers == plain
     assert accepted > 20
+
+
+def test_a_prompt_is_read_in_parts(model: Path, dflash: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as a whole, for which others would wait."""
+    path = dflash.constant(model, tmp_path / "model")
+    draft = dflash.write_dflash(path, tmp_path / "draft", right=True)
+    plain = answers_of(path, False)[0]
+    read = rows_read(monkeypatch)
+    answers, accepted = answers_of(path, draft, max_prefill_token_num=24)
+    assert answers == plain and accepted > 20
+    assert max(read) <= 24 and sum(read) > 100
 
 
 def test_ranks_give_the_bits_of_one_process(model: Path, dflash: Any, tmp_path: Path) -> None:
@@ -92,6 +120,41 @@ def test_it_is_found_and_guesses_again_after_sleep(backend: Any, model: Path, df
         p.engine.weights.wake()
         again, more = counted(p)
         assert again == before and more["accepted"] > 20
+
+
+def test_the_size_of_a_block_stands_in_either_place(model: Path, dflash: Any, tmp_path: Path) -> None:
+    """The drafts for Qwen3.5 have it in ``dflash_config``."""
+    spec, _ = load_spec(open_checkpoint(model))
+    draft = dflash.write_dflash(model, tmp_path / "draft", block_size=4)
+    assert open_dflash(draft, spec)[1].spec.block == 6
+    config = json.loads((draft / "config.json").read_text())
+    del config["block_size"]
+    (draft / "config.json").write_text(json.dumps(config))
+    assert open_dflash(draft, spec)[1].spec.block == 4
+
+
+def test_what_of_speculators_form_cannot_be_is_refused_in_a_line(
+    support: Any, tiny_models: Any, dflash: Any, tmp_path: Path
+) -> None:
+    path, refusals = tiny_models("qwen3"), support("refused_drafts")
+    draft = dflash.write_dflash(path, tmp_path / "draft", form="speculators", tokens=100)
+    far = tmp_path / "far"
+    shutil.copytree(draft, far)
+    tensors = load_file(draft / "model.safetensors")
+    save_file(tensors | {"d2t": tensors["d2t"] + 300}, far / "model.safetensors", {"format": "pt"})
+    for told, fields in {
+        ".*aux_hidden_state_layer_ids: .* different numbers below": {"aux_hidden_state_layer_ids": [1, 99]},
+        ".*sample_from_anchor: found True, expected false": {"sample_from_anchor": True},
+        ".*mask_token_id": {"mask_token_id": None},
+        ".*transformer_layer_config: expected an object": {"transformer_layer_config": None},
+        ".*model_type: expected llama or qwen3": {"transformer_layer_config": {"model_type": "gpt2"}},
+        ".*draft_vocab_size": {"draft_vocab_size": 1000},
+        ".*tensor lm_head.weight: expected shape .101, ": {"draft_vocab_size": 101},
+    }.items():
+        changed = refusals.changed(draft, tmp_path / str(len(list(tmp_path.iterdir()))), **fields)
+        refusals.refused(told, path, changed)
+    refusals.refused(".*expected a tensor d2t", path, refusals.changed(draft, tmp_path / "lacks", "d2t"))
+    refusals.refused(".*tensor d2t: expected ids below", path, far)
 
 
 def test_what_is_none_for_a_model_is_refused_in_a_line(

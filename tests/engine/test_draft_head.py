@@ -6,23 +6,27 @@ import sys
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from tests.support.draft_head import LAYERS, SPEC, write
 from tests.support.hidden_states import hidden_states
 from tests.support.numpy_head import Head, KeysValues
 from toolkit.artifacts.canonical import Dense
-from toolkit.artifacts.drafts.draft_head import HeadSpec
+from toolkit.artifacts.drafts.draft_head import PICKLED, HeadSpec
+from toolkit.artifacts.weight_files.safetensors_file import widened
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.speculative import Speculation, SpeculativeConfig
 from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.draft import Guess
 from toolkit.engine.drafts.head import DraftHead
+from toolkit.engine.load.drafts.head import open_head
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Sequence
@@ -45,7 +49,8 @@ PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 40, 150)]
 
 def in_few_bits(*what: Any, threads: int = 2) -> NativeHead:
     """As an engine of the native runner has it."""
-    return NativeHead(*what, threads)
+    spec, weights, embed, d2t = what
+    return NativeHead(spec, weights, lambda ids: widened(embed[ids]), d2t, threads)
 
 
 def random_head(spec: HeadSpec = SPEC, scale: float = 0.3, make: Any = Head, **more: Any) -> Any:
@@ -69,15 +74,15 @@ def rounded(*what: Any) -> Head:
     return Head(spec, weights, *more)
 
 
-def on_torch(spec: HeadSpec, weights: Any, *more: Any) -> TorchHead:
-    return TorchHead(spec, lambda: weights, *more, torch.device("cpu"))
+def on_torch(spec: HeadSpec, weights: Any, embed: Any, d2t: Any) -> TorchHead:
+    return TorchHead(spec, lambda: weights, lambda ids: widened(embed[ids]), d2t, torch.device("cpu"))
 
 
 class Told(DraftHead):
     """Keeps what it guesses, and says in its place what comes, as far as ``answers`` has it; every third is wrong."""
 
     def __init__(self, answers: dict[str, list[int]], make: Any = Head) -> None:
-        super().__init__(random_head(make=make), LAYERS, 400)
+        super().__init__(random_head(make=make), LAYERS, 400, 64)
         self.answers, self.made = answers, list[tuple[list[int], list[int]]]()
 
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
@@ -182,7 +187,7 @@ def test_a_broken_head_changes_no_answer(model: Path, wrong: float, make: Any) -
     words = np.full((SPEC.draft_vocab_size, SPEC.hidden_size), wrong, np.float32)
     head = random_head(make=make, **{"lm_head.weight": words})
     with np.errstate(all="ignore"):
-        assert answers_of(model, [DraftHead(head, LAYERS, 400)]) == answers_of(model, None)
+        assert answers_of(model, [DraftHead(head, LAYERS, 400, 64)]) == answers_of(model, None)
 
 
 def test_what_a_token_takes_is_known_after_the_first_guess(model: Path) -> None:
@@ -195,12 +200,12 @@ def test_what_a_token_takes_is_known_after_the_first_guess(model: Path) -> None:
             known.extend([self.cost.known] * any(guess.tokens for guess in found))
             return found
 
-    assert answers_of(model, [Short(random_head(), LAYERS, 400)]) == answers_of(model, None)
+    assert answers_of(model, [Short(random_head(), LAYERS, 400, 64)]) == answers_of(model, None)
     assert known[0]
 
 
 def test_there_is_no_more_room(model: Path) -> None:
-    draft = DraftHead(random_head(), LAYERS, 400, room=0)
+    draft = DraftHead(random_head(), LAYERS, 400, 64, room=0)
     assert answers_of(model, [draft]) == answers_of(model, None)
 
 
@@ -228,6 +233,9 @@ SHAPES: list[dict[str, int]] = [
     {"hidden_size": 72, "intermediate_size": 90},
     {"head_dim": 24},
     {"vocab_size": 5000, "draft_vocab_size": 4001},
+    {"states_size": 96},
+    {"states_size": 48, "fc_norm": True},
+    {"states_size": 80, "norm_before_fc": True},
 ]
 
 
@@ -248,7 +256,7 @@ def test_the_native_head_makes_of_rows_what_numpy_does(fields: dict[str, Any], t
     texts = [[head.open(1), head.open(5), head.open(9)] for head in (native, exact)]
     apart, alike, sure = list[float](), list[bool](), list[float]()
     for counts in ((300, 1, 40), (1, 7, 1), (2, 2, 2), *[(1, 1, 1)] * 20):
-        ids, states = draw.integers(0, 320, sum(counts)), draw.normal(size=(sum(counts), 3, spec.hidden_size))
+        ids, states = draw.integers(0, 320, sum(counts)), draw.normal(size=(sum(counts), 3, spec.reads))
         fused = exact.fuse(states.astype(np.float32))
         np.testing.assert_allclose(native.fuse(states), fused, atol=0.03 * np.abs(fused).max())
         drawn = []
@@ -272,14 +280,17 @@ def test_what_is_no_number_is_not_sure(words: float) -> None:
     assert 0 <= drawn.tokens[0] < SPEC.vocab_size and not drawn.sure[0] > 0.5
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("flags", [*FLAGS, *SHAPES[-3:]], ids=str)
 def test_torch_makes_of_rows_what_the_host_does(flags: dict[str, bool]) -> None:
     """Of a long text in pieces and a short one beside it."""
     spec, draw = replace(SPEC, **flags), np.random.default_rng(3)
     heads = [random_head(spec, make=make) for make in (Head, on_torch)]
     texts = [[head.open(1), head.open(5)] for head in heads]
     for counts in ((300, 1), (1, 7), (2, 2)):
-        ids, states = draw.integers(0, 320, sum(counts)), draw.normal(size=(sum(counts), 3, 64)).astype(np.float32)
+        ids, states = (
+            draw.integers(0, 320, sum(counts)),
+            draw.normal(size=(sum(counts), 3, spec.reads)).astype(np.float32),
+        )
         drawn, fused = [], []
         for head, kept in zip(heads, texts, strict=True):
             fused.append(head.fuse(states))
@@ -309,6 +320,43 @@ def test_rows_one_by_one_are_rows_together(flags: dict[str, bool]) -> None:
     rows = [Rows(KeysValues(spec, 1), len(x)) for x in ids]
     together = head.run(np.concatenate(ids), np.concatenate(states), rows)
     np.testing.assert_allclose(together, np.concatenate(whole), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("backend", ["turbomind", "pytorch"])
+def test_a_head_without_an_embedding_has_that_of_its_model(model: Path, backend: Any, tmp_path: Path) -> None:
+    """As the authors' heads are, which are files of torch.save, too."""
+    paths = [write(tmp_path / name) for name in ("whole", "lacks", "pickled")]
+    tensors = load_file(paths[0] / "model.safetensors")
+    words = load_file(model / "model.safetensors")["model.embed_tokens.weight"].float()
+    save_file(tensors | {"embed_tokens.weight": words}, paths[0] / "model.safetensors")
+    del tensors["embed_tokens.weight"]
+    save_file(tensors, paths[1] / "model.safetensors")
+    (paths[2] / "model.safetensors").unlink()
+    torch.save({name.replace("layers.0.", "midlayer."): x for name, x in tensors.items()}, paths[2] / PICKLED)
+    runner, _ = open_runner(model, backend=backend, options=RunnerOptions(dtype="float32", threads=1))
+    runner.load_weights()
+    plan: Any = SimpleNamespace(session_len=300, max_prefill_token_num=64)
+    heads = [open_head(path, runner).load(plan).head for path in paths]
+    ids, states = np.arange(5, 45), np.random.default_rng(3).normal(size=(40, 64)).astype(np.float32)
+    first, *others = (head.step(ids, states, [Rows(head.open(1), len(ids))]) for head in heads)
+    for drawn in others:
+        np.testing.assert_array_equal(drawn.tokens, first.tokens)
+        np.testing.assert_allclose(drawn.states, first.states, rtol=1e-5, atol=1e-5)
+    runner.close()
+
+
+def test_a_head_of_another_width_than_its_model(model: Path, tiny_models: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "head", replace(SPEC, states_size=96), target_hidden_size=96)
+    runner, _ = open_runner(
+        tiny_models("llama", num_hidden_layers=4, hidden_size=96), backend="turbomind", options=RunnerOptions()
+    )
+    assert open_head(path, runner).spec.reads == 96
+    tensors = load_file(path / "model.safetensors")
+    del tensors["embed_tokens.weight"]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ToolkitError, match=r"expected a tensor embed_tokens.weight as wide as the head, found none"):
+        open_head(path, runner)
+    runner.close()
 
 
 def test_heads_of_other_models_are_refused(model: Path, tiny_models: Any, tmp_path: Path) -> None:

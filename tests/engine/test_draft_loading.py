@@ -15,7 +15,8 @@ import tokenizers
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.speculative import SpeculativeConfig
 from toolkit.engine.drafts.vocabulary import by_text, equal
-from toolkit.engine.load.draft import DraftFiles, find_draft, match, open_draft
+from toolkit.engine.load.drafts.find import DraftFiles, find_draft
+from toolkit.engine.load.drafts.model import match, open_draft
 from toolkit.engine.load.memory_plan import Wishes, plan
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.base import RunnerOptions

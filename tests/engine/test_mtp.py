@@ -23,7 +23,10 @@ from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.draft import Guess
-from toolkit.engine.load.mtp import open_assistant_model, open_dflash_model, open_eagle_layer, open_mtp_layer
+from toolkit.engine.load.drafts.assistant import open_assistant_model
+from toolkit.engine.load.drafts.dflash import open_dflash_model
+from toolkit.engine.load.drafts.eagle import open_eagle_layer
+from toolkit.engine.load.drafts.mtp import open_mtp_layer
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Sequence
@@ -35,6 +38,8 @@ from toolkit.parallel.model import Model
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native import library
+from toolkit.runners.native.runner import NativeRunner
+from toolkit.runners.step import StepBatch
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library is not here")
 FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen2")
@@ -89,8 +94,8 @@ def answers_of(
     limits = EngineOptions(**words, speculation=Speculation(most=5, always=True, shared="off") if guess else None)
     drafts = []
     if layer is not None:
-        layer.blocks = (layer_blocks,)
-        drafts.append(layer.load(type("Plan", (), {"session_len": 300})))  # type: ignore[arg-type]
+        layer.blocks = (layer_blocks,) * len(layer.head.groups)
+        drafts.append(layer.load(type("Plan", (), words)))  # type: ignore[arg-type]
     core = EngineCore(runner, limits, None, drafts=drafts)
     if drafts:
         core.speculator.drafts = list(drafts)  # type: ignore[union-attr]
@@ -140,6 +145,29 @@ def test_guesses_are_those_of_the_layer(
             assert token == right
             tried += 1
     assert tried > 12
+
+
+def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on how many rows steps of drafts read."""
+    read: list[int] = []
+    submit = NativeRunner.submit
+
+    def note(self: NativeRunner, batch: StepBatch) -> Any:
+        if batch.embeds is not None:
+            read.append(len(batch.embeds))
+        return submit(self, batch)
+
+    monkeypatch.setattr(NativeRunner, "submit", note)
+    return read
+
+
+def test_a_prompt_is_read_in_parts(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as a whole, for which others would wait."""
+    plain = answers_of(models[1], False)[0]
+    read = rows_read(monkeypatch)
+    answers, accepted = answers_of(models[1], True, max_prefill_token_num=24)
+    assert answers == plain and accepted > 20
+    assert max(read) <= 24 and sum(read) > 100
 
 
 @pytest.mark.parametrize("options", [{"blocks": 5}, {"max_batch_size": 1}, {"layer_blocks": 2}, {"turns": 2}], ids=str)

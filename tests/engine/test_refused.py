@@ -20,8 +20,9 @@ from toolkit.engine.admission import check_request
 from toolkit.engine.cache.kept.port import Port
 from toolkit.engine.constraints.grammar_format import check_format, fitted_format
 from toolkit.engine.load import ranks
+from toolkit.engine.load.drafts.eagle import open_eagle_layer
+from toolkit.engine.load.drafts.layers import OpenLayers
 from toolkit.engine.load.memory_plan import Wishes, plan
-from toolkit.engine.load.mtp import OpenMtp, open_eagle_layer
 from toolkit.engine.nap import Nap
 from toolkit.engine.pictures.spans import find_spans
 from toolkit.engine.pooling import Head
@@ -376,7 +377,7 @@ def test_adapters_and_layers_that_do_not_load() -> None:
     adapters = Adapters(SimpleNamespace(add_adapter=failing), [])  # type: ignore[arg-type]
     assert refused(lambda: adapters.load(1, Path("x"), digest=False), ToolkitError) == "x: no room"
     head: Any = SimpleNamespace(load=failing, name="mtp")
-    layer = OpenMtp("m", head, 2, True)
+    layer = OpenLayers(Path("m"), head, (2,), "MTP layer", "speculative_algorithm: mtp")
     told = "speculative_algorithm: mtp: m: its MTP layer cannot be loaded: no room"
     assert refused(lambda: layer.load(None), ToolkitError) == told  # type: ignore[arg-type]
     target: Any = SimpleNamespace(spec=SimpleNamespace(final_norm=SimpleNamespace(kind="layer")))

@@ -122,7 +122,7 @@ class InFlight:
 
     def _start(self, plan: Plan, waited: bool) -> tuple[Step, StepHandle]:
         if self._speculator is not None:  # a draft may have failed
-            self.builder.tap(self._speculator.aux_layers)
+            self.builder.tap(*self._speculator.taps)
         step = self.builder.build(plan)
         step.batch.waited = waited
         plan.submitted = time.perf_counter()

@@ -58,11 +58,14 @@ class StepBuilder:
         self._host_fields = np.zeros(rows, bool)  # has penalties, biases or a grammar
         self._known: tuple[NDArray[np.intp], Step] | None = None  # rows and step of those that decoded last
         self._aux_layers: tuple[int, ...] = ()  # whose inputs come back from every step
+        self._newest = False
 
-    def tap(self, layers: tuple[int, ...]) -> None:
-        """From now on the inputs of these layers come back, for who guesses by them."""
+    def tap(self, layers: tuple[int, ...], newest: bool = False) -> None:
+        """From now on the inputs of these layers come back, for who guesses by them; ``newest``: of a prompt's tokens
+        those of the last in each step alone."""
         if layers != self._aux_layers:
             self._aux_layers, self._known = layers, None
+        self._newest = newest
 
     def enter(self, seq: Sequence) -> None:
         """Fill the arrays for a request that has just been given its row."""
@@ -184,7 +187,7 @@ class StepBuilder:
             sample_index=mask_index if guesses else sample_index,
             sampling=self._guessing(guesses) if guesses else self._verifying(sampled, verified),
             aux_layers=self._aux_layers,
-            aux_index=np.arange(cu[-1] if self._aux_layers else 0, dtype=np.int32),
+            aux_index=self._tapped(plan, cu),
             mutual=np.array(mutual, np.int32).reshape(-1, 3),
             types=self._types(plan, places, cu),
             rope_length=self._rope_length(owners, places),
@@ -196,6 +199,17 @@ class StepBuilder:
         elif len(sampled) == decodes == len(sequences) and not self._host_fields[rows].any():
             self._known = rows, replace(step, batch=replace(batch))
         return step
+
+    def _tapped(self, plan: Plan, cu: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The flat tokens of which layers' inputs come back: of a sequence its last ones, or all. A guess may turn out
+        right up to any of its tokens."""
+        if not (self._aux_layers and self._newest):
+            return np.arange(cu[-1] if self._aux_layers else 0, dtype=np.int32)
+        first, decodes = cu[1:] - 1, len(plan.decodes)
+        for i, (seq, _, _) in enumerate(plan.chunks, start=decodes):
+            if seq in plan.guesses:
+                first[i] = cu[i]
+        return np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(first, cu[1:], strict=True)])
 
     @staticmethod
     def _types(plan: Plan, places: NDArray[np.int32], cu: NDArray[np.int32]) -> NDArray[np.int32] | None:

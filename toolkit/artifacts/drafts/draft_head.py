@@ -11,7 +11,7 @@ Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,34 +20,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.artifacts.json_file import read_json_object, write_json_object
-from toolkit.artifacts.weight_files.safetensors_file import map_arrays, read_header, write_tensors
+from toolkit.artifacts.weight_files.safetensors_file import (
+    TensorInfo,
+    as_stored,
+    map_arrays,
+    read_header,
+    write_tensors,
+)
 from toolkit.errors import ToolkitError
+from toolkit.models.drafts.absent import BY_TYPE
 from toolkit.models.registry import build
 from toolkit.models.spec import RopeSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
 VERSION = "0.5.0"  # of speculators, whose form this is
-# transformers leaves what is as its class has it out of a config that it writes
-_LLAMA = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-}
-_QWEN3 = _LLAMA | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "head_dim": 128,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-}
-_KINDS = {"llama": ("LlamaForCausalLM", _LLAMA), "qwen3": ("Qwen3ForCausalLM", _QWEN3)}
+_KINDS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # by ``model_type``
 
 
 @dataclass(frozen=True)
@@ -56,7 +46,8 @@ class HeadSpec:
     in which ``fc`` reads them; () = what the model's readers take by custom. ``vocab_size``: of the model;
     ``draft_vocab_size``: of the head. ``norm_before_residual``: the layer adds to the normed hidden state;
     ``norm_before_fc``: all that is fused is normed together, ``fc_norm``: each by itself; ``norm_output``: what the
-    next token's pass is given is normed. ``qk_norm``: queries and keys are, by heads."""
+    next token's pass is given is normed. ``qk_norm``: queries and keys are, by heads. ``states_size``: width of the
+    model's hidden states where that is another than the head's, else 0."""
 
     hidden_size: int
     intermediate_size: int
@@ -73,16 +64,23 @@ class HeadSpec:
     fc_norm: bool = False
     norm_output: bool = False
     qk_norm: bool = False
+    states_size: int = 0
 
     def fused(self, layers: int) -> tuple[int, ...]:
         """``layers``, or those of custom, for a model of so many."""
         return self.layers or usual_layers(layers)
 
+    @property
+    def reads(self) -> int:
+        """Width of the model's hidden states."""
+        return self.states_size or self.hidden_size
+
     def shapes(self, fused: int) -> dict[str, tuple[int, ...]]:
         """What its file has to hold, ``embed_tokens`` and the maps apart, for ``fused`` hidden states."""
         h, q, kv = self.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        reads = self.reads
         found: dict[str, tuple[int, ...]] = {
-            "fc.weight": (h, fused * h),
+            "fc.weight": (h, fused * reads),
             "layers.0.self_attn.q_proj.weight": (q, 2 * h),
             "layers.0.self_attn.k_proj.weight": (kv, 2 * h),
             "layers.0.self_attn.v_proj.weight": (kv, 2 * h),
@@ -98,9 +96,9 @@ class HeadSpec:
         if self.qk_norm:
             found |= {f"layers.0.self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"}
         if self.norm_before_fc:
-            found["input_norm.weight"] = (fused * h,)
+            found["input_norm.weight"] = (fused * reads,)
         if self.fc_norm:
-            found |= {f"fc_norm.{i}.weight": (h,) for i in range(fused)}
+            found |= {f"fc_norm.{i}.weight": (reads,) for i in range(fused)}
         return found
 
 
@@ -132,8 +130,9 @@ def read_head_spec(path: Path) -> HeadSpec:
     if method != "eagle3":
         raise ToolkitError(f"{file}: speculators_model_type: expected eagle3, found {method!r:.40}")
     inner = layer_config(config, file, _KINDS)
-    name, absent = _KINDS[inner.get("model_type", "llama")]
-    as_model = {**absent, **inner, "num_hidden_layers": 1, "architectures": [name], "tie_word_embeddings": False}
+    kind = inner.get("model_type", "llama")
+    as_model = {**BY_TYPE[kind], **inner, "architectures": [_KINDS[kind]], "tie_word_embeddings": False}
+    as_model["num_hidden_layers"] = 1
     spec, _ = build(as_model, str(file))
     attention, mlp = (sub.mixer for sub in spec.layers[0].sublayers)
     assert attention.kind == "attention" and mlp.kind == "mlp"
@@ -155,6 +154,7 @@ def read_head_spec(path: Path) -> HeadSpec:
         layers=_layers(config, file),
         norm_output=_flag(config, "norm_output", file),
         qk_norm=attention.q_norm is not None,
+        states_size=_states_size(config, spec.hidden_size, file),
         **flags,
     )
 
@@ -186,6 +186,13 @@ def _draft_vocab(config: Mapping[str, Any], vocab: int, file: Path) -> int:
     return found
 
 
+def _states_size(config: Mapping[str, Any], own: int, file: Path) -> int:
+    found = config.get("target_hidden_size") or own
+    if not isinstance(found, int) or found < 1:
+        raise ToolkitError(f"{file}: target_hidden_size: expected the model's width, found {found!r:.40}")
+    return 0 if found == own else found
+
+
 def _layers(config: Mapping[str, Any], file: Path) -> tuple[int, ...]:
     name, inner = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config")
     found = config.get(name) or (inner.get(name) if isinstance(inner, dict) else None) or []
@@ -200,8 +207,8 @@ def read_head(path: Path, layers: int) -> tuple[HeadSpec, dict[str, NDArray[Any]
     """The head in a directory, for a model of ``layers`` layers, and its tensors by the names of ``HeadSpec.shapes``,
     ``embed_tokens.weight`` and ``d2t`` where they are there, mapped, as they are stored (of bfloat16 the bits, uint16).
     Raises ToolkitError that names file and tensor for one that is missing or of another shape or type."""
-    spec, file, old = read_head_spec(path), path / WEIGHTS, "midlayer."
-    found = read_header(file)
+    spec, old = read_head_spec(path), "midlayer."
+    file, found, read = _weights(path)
     stored = {f"layers.0.{name[len(old) :]}" if name.startswith(old) else name: name for name in found}
     wanted = spec.shapes(len(spec.fused(layers)))
     if "embed_tokens.weight" in stored:
@@ -217,13 +224,30 @@ def read_head(path: Path, layers: int) -> tuple[HeadSpec, dict[str, NDArray[Any]
         types = ("I64", "I32") if name == "d2t" else ("F32", "F16", "BF16")
         if info.dtype not in types:
             raise ToolkitError(f"{file}: tensor {name}: expected {', '.join(types)}, found {info.dtype}")
-    arrays = map_arrays(file)
-    read = {name: arrays[stored[name]] for name in wanted}
-    if "d2t" in read:
-        ids = read["d2t"] + np.arange(spec.draft_vocab_size)
+    arrays = {name: read(stored[name]) for name in wanted}
+    if "d2t" in arrays:
+        ids = arrays["d2t"] + np.arange(spec.draft_vocab_size)
         if int(ids.min()) < 0 or int(ids.max()) >= spec.vocab_size:
             raise ToolkitError(f"{file}: tensor d2t: expected ids below {spec.vocab_size}, found {int(ids.max())}")
-    return spec, read
+    return spec, arrays
+
+
+def _weights(path: Path) -> tuple[Path, dict[str, TensorInfo], Callable[[str], NDArray[Any]]]:
+    """Its file, the tensors there, and what reads one as it is stored; a file of torch.save is held in memory."""
+    file = path / WEIGHTS
+    if file.is_file() or not (path / PICKLED).is_file():
+        arrays = map_arrays(file)
+        return file, read_header(file), arrays.__getitem__
+    from toolkit.artifacts.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(path)
+    names = {name.removeprefix("model."): name for name in checkpoint.names()}
+
+    def read(name: str) -> NDArray[Any]:
+        found = checkpoint.tensor(names[name])
+        return as_stored(found)
+
+    return path / PICKLED, {name: checkpoint.info(whole) for name, whole in names.items()}, read
 
 
 def write_head(

@@ -185,6 +185,16 @@ def map_arrays(path: Path) -> dict[str, NDArray[Any]]:
     }
 
 
+def as_stored(tensor: Any) -> NDArray[Any]:
+    """A torch tensor as ``map_arrays`` gives it: of bfloat16 the bits."""
+    import torch
+
+    solid = tensor.detach().contiguous()
+    if solid.dtype != torch.bfloat16:
+        return np.asarray(solid.numpy())
+    return np.asarray(solid.view(torch.int16).numpy().view(np.uint16))
+
+
 def widened(stored: NDArray[Any]) -> NDArray[np.float32]:
     """Float32 of float16, float32 or the bits of bfloat16, as ``map_arrays`` gives them."""
     if stored.dtype == np.uint16:

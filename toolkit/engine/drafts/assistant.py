@@ -13,6 +13,8 @@ from toolkit.runners.drafts.head import F32
 class DraftAssistant(DraftHead):
     """As a head that has kept nothing of a text but the newest state, and where its blocks lie."""
 
+    aux_newest = True
+
     def _keep(self, seq: Sequence, start: int, states: F32, step: Step, i: int) -> None:
         if not len(states):
             return

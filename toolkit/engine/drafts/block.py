@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.engine.drafts.draft import Guess, Outlook
-from toolkit.engine.drafts.head import DraftHead, Follower
+from toolkit.engine.drafts.head import Asked, DraftHead, Follower
 from toolkit.engine.drafts.odds import ANY, sureness
 from toolkit.engine.sequence import Sequence
 from toolkit.runners.drafts.head import Rows
@@ -31,13 +31,15 @@ class DraftBlock(DraftHead):
         rows = len(asked) * (1 + min(most, self.head.spec.block - 1))
         return Outlook(chances, np.where(steps, self.cost.of(np.array([rows]))[0], 0.0))
 
-    def _draw(self, going: list[tuple[Sequence, Follower, int]], found: dict[Sequence, Guess]) -> None:
+    def _read(self, seq: Sequence, follower: Follower, count: int) -> None:
+        self.head.read(follower.take(count), [Rows(follower.kept, count)])
+
+    def _draw(self, going: list[Asked], found: dict[Sequence, Guess]) -> None:
         states, rows = [], []
         for seq, follower, _ in going:
-            self._fuse(follower)
-            states += follower.states
             rows.append(Rows(follower.kept, follower.rows))
-            follower.states, follower.rows, follower.known = [], 0, seq.known
+            states.append(follower.take(follower.rows))
+            follower.known = seq.known
         self.head.read(np.concatenate(states), rows)
         count = min(max(most for _, _, most in going), self.head.spec.block - 1)
         newest = [int(seq.tokens[seq.known - 1]) for seq, _, _ in going]

@@ -43,13 +43,15 @@ class Outlook:
 
 class Draft:
     """``name``: of the method, in metrics. ``costs``: guesses take time to make, so that ``outlook`` is asked before
-    ``propose`` is. ``aux_layers``: of the model whose inputs come back from every step, for ``observe``. ``least``: the
-    chance of a token, and of all before it, below which it does not pay now, its row and where it ``costs`` the time
-    to make it; guesses that promise less need not be made. One engine's thread owns a draft."""
+    ``propose`` is. ``aux_layers``: of the model whose inputs come back from every step, for ``observe``;
+    ``aux_newest``: of a prompt's tokens only those of the last in a step. ``least``: the chance of a token, and of all
+    before it, below which it does not pay now, its row and where it ``costs`` the time to make it; guesses that promise
+    less need not be made. One engine's thread owns a draft."""
 
     name: str
     costs: bool = False
     aux_layers: tuple[int, ...] = ()
+    aux_newest: bool = False
     least: float = 0.0
 
     def outlook(self, asked: Seq[tuple[Sequence, int]]) -> Outlook:

@@ -47,21 +47,37 @@ class Follower:
         """The place whose state is to come next."""
         return int(self.kept.first) - 1 + int(self.kept.length) + self.rows
 
+    def take(self, count: int) -> F32:
+        """The next ``count`` rows, all of which are fused: [count, hidden]."""
+        self.rows -= count
+        taken: list[F32] = []
+        while count:
+            piece = self.states.pop(0)
+            if len(piece) > count:
+                self.states.insert(0, piece[count:])
+            taken.append(piece[:count])
+            count -= len(taken[-1])
+        return np.concatenate(taken)
+
     def nbytes(self, width: int) -> int:
         """Of its keys, values and states, which have ``width`` numbers."""
         return int(self.kept.nbytes) + 4 * width * self.rows
 
 
+Asked = tuple[Sequence, Follower, int]  # of how many tokens a guess for it may be
+
+
 class DraftHead(Draft):
-    """``layers``: whose inputs it reads, as ``StepBatch.aux_layers``; ``longest``: tokens of a text, at most."""
+    """``layers``: whose inputs it reads, as ``StepBatch.aux_layers``; ``longest``: tokens of a text, at most;
+    ``rows``: that are read between two steps, at most, so that a prompt holds nobody up for long."""
 
     costs = True
 
-    def __init__(self, head: Reader, layers: tuple[int, ...], longest: int, room: int = ROOM) -> None:
+    def __init__(self, head: Reader, layers: tuple[int, ...], longest: int, rows: int, room: int = ROOM) -> None:
         self.name = head.name
         self.head, self.aux_layers = head, layers
         self.cost = StepCost()
-        self._longest, self._room = longest, room
+        self._longest, self._rows, self._room = longest, rows, room
         self._users = Users(_FIRST)
         self._followers: dict[Sequence, Follower] = {}
 
@@ -71,14 +87,15 @@ class DraftHead(Draft):
         if not len(out.aux):
             return
         cu, ends = batch.cu_seqlens.tolist(), batch.seq_lens.tolist()
+        at = np.searchsorted(batch.aux_index, batch.cu_seqlens).tolist()  # of a sequence its last tokens came back
         for i, seq in enumerate(step.plan.sequences()):
             if seq.finished:
                 continue
-            first, stop = cu[i], cu[i + 1]
-            start = ends[i] - (stop - first)
-            count = min(stop - first, seq.known - start)
+            first, size = at[i], at[i + 1] - at[i]
+            start, token = ends[i] - size, cu[i + 1] - size
+            count = min(size, seq.known - start)
             came = seq.tokens[start : start + count]
-            right = (batch.token_ids[first : first + count] == came) | (batch.from_previous[first : first + count] >= 0)
+            right = (batch.token_ids[token : token + count] == came) | (batch.from_previous[token : token + count] >= 0)
             count = count if right.all() else int(np.argmin(right))
             self._keep(seq, start, out.aux[first : first + count], step, i)
 
@@ -116,7 +133,7 @@ class DraftHead(Draft):
 
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
         """Its likeliest tokens, one after another for all requests together."""
-        going = [(seq, f, most) for seq, most in asked if (f := self._ready(seq, most)) is not None]
+        going = self._within([(seq, f, most) for seq, most in asked if (f := self._ready(seq, most)) is not None])
         found = {seq: Guess([], []) for seq, _, _ in going}
         if going:
             self._draw(going, found)
@@ -157,16 +174,35 @@ class DraftHead(Draft):
             return None
         return follower
 
-    def _draw(self, going: list[tuple[Sequence, Follower, int]], found: dict[Sequence, Guess]) -> None:
-        ids, states, rows = [], [], []
-        for seq, follower, _ in going:
-            place = follower.kept.first + follower.kept.length
+    def _within(self, ready: list[Asked]) -> list[Asked]:
+        """Those whose rows may all be read now, the shortest first; of the next one some are read for a later guess."""
+        left, going = self._rows, []
+        for seq, follower, most in sorted(ready, key=lambda one: one[1].rows):
             self._fuse(follower)
-            new = np.concatenate(follower.states)
-            ids.append(seq.tokens[place : place + len(new)].astype(np.int64))
-            states.append(new)
-            rows.append(Rows(follower.kept, len(new)))
-            follower.states, follower.rows, follower.known = [], 0, seq.known
+            if follower.rows <= left:
+                left -= follower.rows
+                going.append((seq, follower, most))
+            elif left:
+                self._read(seq, follower, left)
+                left = 0
+        return going
+
+    def _read(self, seq: Sequence, follower: Follower, count: int) -> None:
+        """The next rows of a text, behind which there are more."""
+        self._step(*self._next(seq, follower, count), [Rows(follower.kept, count)])
+
+    @staticmethod
+    def _next(seq: Sequence, follower: Follower, count: int) -> tuple[NDArray[np.int64], F32]:
+        place = follower.kept.first + follower.kept.length
+        return seq.tokens[place : place + count].astype(np.int64), follower.take(count)
+
+    def _draw(self, going: list[Asked], found: dict[Sequence, Guess]) -> None:
+        read, rows = [], []
+        for seq, follower, _ in going:
+            rows.append(Rows(follower.kept, follower.rows))
+            read.append(self._next(seq, follower, follower.rows))
+            follower.known = seq.known
+        ids, states = zip(*read, strict=True)
         drawn = self._step(np.concatenate(ids), np.concatenate(states), rows)
         whole = {seq: follower.kept.length for seq, follower, _ in going}
         if not self.cost.known:  # prompts were read, which says nothing of a token: without this it would rest unknown
@@ -191,7 +227,7 @@ class DraftHead(Draft):
         return drawn
 
     @staticmethod
-    def _take(going: list[tuple[Sequence, Follower, int]], drawn: Drawn, found: dict[Sequence, Guess]) -> None:
+    def _take(going: list[Asked], drawn: Drawn, found: dict[Sequence, Guess]) -> None:
         """A token more for each, in the model's vocabulary."""
         for (seq, follower, _), token, own in zip(going, drawn.tokens.tolist(), drawn.sure.tolist(), strict=True):
             kind = sureness(own)

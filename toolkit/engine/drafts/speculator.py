@@ -239,9 +239,9 @@ class Speculator:
             self.counts.setdefault(draft.name, Count()).add(guessed, right)
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Whose inputs a draft reads."""
-        return next((draft.aux_layers for draft in self.drafts if draft.aux_layers), ())
+    def taps(self) -> tuple[tuple[int, ...], bool]:
+        """Whose inputs a draft reads, and whether but those of newest tokens: ``Draft.aux_layers``, ``aux_newest``."""
+        return next(((draft.aux_layers, draft.aux_newest) for draft in self.drafts if draft.aux_layers), ((), False))
 
     def observe(self, step: Step, out: StepOutput) -> None:
         """A step's tokens have been given to its requests."""

@@ -13,7 +13,7 @@ from toolkit.base.record import read
 from toolkit.configs.engine import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.moving import EngineRole
 from toolkit.engine.load import ranks
-from toolkit.engine.load.draft import DraftFiles, find_draft
+from toolkit.engine.load.drafts.find import DraftFiles, find_draft
 from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.errors import UsageError
 from toolkit.runners.base import Backend

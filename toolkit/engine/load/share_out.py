@@ -9,10 +9,8 @@ from pathlib import Path
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.artifacts.text_head import longest_text
 from toolkit.configs.engine import EngineConfig, PytorchEngineConfig
-from toolkit.engine.load.draft import OpenDraft
-from toolkit.engine.load.head import OpenHead
+from toolkit.engine.load.drafts.open import OpenedDraft
 from toolkit.engine.load.memory_plan import MemoryPlan, Wishes, plan
-from toolkit.engine.load.mtp import OpenMtp
 from toolkit.engine.load.setup import Setup
 from toolkit.engine.options import EngineOptions
 from toolkit.errors import ToolkitError, UsageError
@@ -22,7 +20,7 @@ from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import Runner
 
 
-def share_out(setup: Setup, runner: Runner, draft: OpenDraft | OpenHead | OpenMtp | None) -> MemoryPlan:
+def share_out(setup: Setup, runner: Runner, draft: OpenedDraft | None) -> MemoryPlan:
     """How memory is shared out. Raises UsageError for blocks that do not fill the cache's, ToolkitError where a picture
     that is computed whole does not fit."""
     config, spec = setup.config, runner.spec

@@ -15,10 +15,9 @@ from toolkit.configs.moving import EngineRole
 from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.draft import Draft
 from toolkit.engine.load import ranks
-from toolkit.engine.load.draft import OpenDraft, means_assistant, means_dflash, means_eagle, means_head, open_draft
-from toolkit.engine.load.head import OpenHead, open_head
+from toolkit.engine.load.drafts.layers import OpenLayers
+from toolkit.engine.load.drafts.open import OpenedDraft, open_draft_of
 from toolkit.engine.load.memory_plan import MemoryPlan
-from toolkit.engine.load.mtp import OpenMtp, open_assistant_model, open_dflash_model, open_eagle_layer, open_mtp_layer
 from toolkit.engine.load.runner import new_weights, open_for, to_split
 from toolkit.engine.load.setup import Facts, Progress, Setup
 from toolkit.engine.load.share_out import share_out
@@ -26,7 +25,6 @@ from toolkit.engine.load.verify import verify_tensors
 from toolkit.engine.options import EngineOptions
 from toolkit.errors import ToolkitError
 from toolkit.models.positions import stretched_from
-from toolkit.models.registry import from_files
 from toolkit.runners.base import Runner, RunnerError
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ def _start(
     opened.callback(runner.close)
     read = partial(new_weights, setup, runner.spec)
     try:
-        draft = _open_draft(setup, runner)
+        draft = open_draft_of(setup, runner)
         if draft is not None:
             opened.callback(draft.close)
         draft, memory = _planned(setup, runner, draft, progress)
@@ -116,13 +114,13 @@ def _start(
 
 
 def _planned(
-    setup: Setup, runner: Runner, draft: OpenDraft | OpenHead | OpenMtp | None, progress: Progress
-) -> tuple[OpenDraft | OpenHead | OpenMtp | None, MemoryPlan]:
+    setup: Setup, runner: Runner, draft: OpenedDraft | None, progress: Progress
+) -> tuple[OpenedDraft | None, MemoryPlan]:
     """How memory is shared out, and what drafts then: not a layer of the model's own for which there is no room."""
     try:
         memory = share_out(setup, runner, draft)
     except ToolkitError as e:
-        if not isinstance(draft, OpenMtp) or draft.asked:
+        if not isinstance(draft, OpenLayers) or draft.asked:
             raise
         progress(f"{e}; the model runs without it")
         draft, memory = None, share_out(setup, runner, None)
@@ -159,22 +157,6 @@ def lend(setup: Setup, progress: Progress) -> None:
     nodes = ranks.nodes_of(setup.config, layout)
     assert nodes is not None
     serve(to_split(setup), layout, nodes, progress)
-
-
-def _open_draft(setup: Setup, runner: Runner) -> OpenDraft | OpenHead | OpenMtp | None:
-    files = setup.draft
-    if files is None:
-        families = from_files(getattr(setup.config, "family_files", ()))
-        return open_mtp_layer(setup.path, setup.config, runner, families, setup.source)
-    if means_assistant(setup.config, files.path):
-        return open_assistant_model(files.path, runner)
-    if means_dflash(setup.config, files.path):
-        return open_dflash_model(files.path, runner, setup.config.speculative_dflash_block_size)
-    if means_eagle(setup.config, files.path):
-        return open_eagle_layer(files.path, runner)
-    if means_head(setup.config, files.path):
-        return open_head(files.path, runner)
-    return open_draft(files, runner, setup.tokenizer_dir, setup.config, setup.backend)
 
 
 def _load(runner: Runner, memory: MemoryPlan, progress: Progress) -> None:

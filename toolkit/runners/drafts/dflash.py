@@ -1,37 +1,54 @@
-"""A draft model that guesses a block of tokens in one pass, as a draft head: a runner has its layers, what stands
-before them is computed here in float32."""
+"""A draft model that guesses a block of tokens in one pass, as a draft head: a runner has its layers, and the join that
+stands before them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.models.spec import DFlashSpec
 from toolkit.runners.base import MemoryNeed, RunnerError
-from toolkit.runners.drafts.head import F32, I64, Rows, chances, rms
+from toolkit.runners.drafts.head import F32, I64, Join, Rows, chances, rms
 from toolkit.runners.drafts.paged import PagedHead, Text
+from toolkit.runners.step import StepBatch
+
+
+class Own(NamedTuple):
+    """A vocabulary of its own: ``ids``, in the model's, of each token; ``words`` gives the model's embeddings."""
+
+    ids: I64
+    words: Callable[[NDArray[np.int32]], F32]
 
 
 class DFlashHead(PagedHead):
-    """``runner``: of ``spec.layer``, with the model's embedding and head; ``read``: called at every load, the join
-    [in, hidden] and the norm's weights. Of a text row i is of the states at place i - 1, as of other heads."""
+    """``runner``: of ``spec.layer``, with the model's embedding and head, or the head of a vocabulary of its ``own``;
+    ``read``: called at every load, the join, of ``nbytes``, and the norm's weights. Of a text row i is of the states at
+    place i - 1, as of other heads."""
 
     name = "dflash"
 
-    def __init__(self, spec: DFlashSpec, runner: Any, read: Callable[[], tuple[F32, F32]]) -> None:
+    def __init__(
+        self,
+        spec: DFlashSpec,
+        runner: Any,
+        read: Callable[[], tuple[Join, F32]],
+        nbytes: int,
+        own: Own | None = None,
+    ) -> None:
         super().__init__(runner)
         self.spec, self.width = spec, spec.layer.hidden_size
-        self._read = read
-        self._join: F32 | None = None
+        self._read, self._nbytes, self._own = read, nbytes, own
+        self._join: Join | None = None
         self._norm: F32 = np.zeros(0, np.float32)
 
     def memory(self) -> MemoryNeed:
-        """Of the layers, and of the join in float32."""
+        """Of the layers, and of the join."""
         need: MemoryNeed = self.runner.memory()
-        return replace(need, weights=need.weights + 4 * self.spec.join.in_features * self.spec.join.out_features)
+        return replace(need, weights=need.weights + self._nbytes)
 
     def wake(self) -> None:
         super().wake()
@@ -45,7 +62,7 @@ class DFlashHead(PagedHead):
         """[rows, taps, hidden] of the model's hidden states → [rows, hidden], of which keys and values are made."""
         if self._join is None:
             raise RunnerError("dflash: the draft has no weights")
-        return rms(states.reshape(len(states), -1) @ self._join, self._norm, self.spec.norm.eps)
+        return rms(self._join(states.reshape(len(states), -1)), self._norm, self.spec.norm.eps)
 
     def grow(self, text: Text, count: int) -> bool:
         """Make room for ``count`` rows more, and the block behind them."""
@@ -67,12 +84,20 @@ class DFlashHead(PagedHead):
         [texts, count]. Raises RunnerError."""
         size = 1 + count
         read = np.full((len(texts), size), self.spec.mask, np.int32)
-        read[:, 0] = np.clip(newest, 0, self.spec.layer.vocab_size - 1)
-        batch = self.batch(read.ravel(), texts, [size] * len(texts), back=1)
+        read[:, 0] = newest
+        batch = self._reading(read.ravel(), texts, size)
         starts = batch.cu_seqlens[:-1]
         masks = (starts[:, None] + np.arange(1, size, dtype=np.int32)).ravel().astype(np.int32)
         each = np.arange(len(texts), dtype=np.int32)
         mutual = np.stack([starts, batch.cu_seqlens[1:], each], 1).astype(np.int32)
         out = self.runner.submit(replace(self.drawing(batch, masks), mutual=mutual)).result()
-        shape = len(texts), count
-        return out.tokens[:, 0].astype(np.int64).reshape(shape), chances(out).reshape(shape)
+        shape, tokens = (len(texts), count), out.tokens[:, 0].astype(np.int64)
+        return (tokens if self._own is None else self._own.ids[tokens]).reshape(shape), chances(out).reshape(shape)
+
+    def _reading(self, ids: NDArray[np.int32], texts: Sequence[Text], size: int) -> StepBatch:
+        """Of each text ``size`` tokens of the model's behind its last row."""
+        counts = [size] * len(texts)
+        if self._own is None:
+            return self.batch(np.clip(ids, 0, self.spec.layer.vocab_size - 1), texts, counts, back=1)
+        batch = self.batch(np.zeros_like(ids), texts, counts, back=1)
+        return replace(batch, embeds=self._own.words(ids), embed_index=np.arange(len(ids), dtype=np.int32))

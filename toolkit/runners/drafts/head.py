@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,10 @@ from toolkit.runners.step import StepOutput
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
+Join = Callable[[F32], F32]
+"""A linear that a runner computes: [rows, in] → [rows, out]."""
+Words = Callable[[I64], F32]
+"""Embeddings of tokens: [rows] → [rows, hidden]."""
 
 
 @dataclass(frozen=True)

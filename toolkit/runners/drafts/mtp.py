@@ -1,5 +1,5 @@
 """A model's layer for multi-token prediction, or an EAGLE layer, as a draft head: a model of one layer whose rows come
-from outside: embeddings and hidden states, which are joined in float32. Each runner says how it runs such a model.
+from outside: embeddings and hidden states, which are joined. Each runner says how it runs such a model, and the join.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.models.spec import MtpSpec, NormSpec
-from toolkit.runners.base import MemoryNeed
-from toolkit.runners.drafts.head import F32, Drawn, Rows, chances, rms
+from toolkit.runners.base import MemoryNeed, RunnerError
+from toolkit.runners.drafts.head import F32, Drawn, Join, Rows, chances, rms
 from toolkit.runners.drafts.paged import PagedHead
 from toolkit.runners.step import NONE, StepOutput
 
@@ -25,27 +25,27 @@ class MtpHead(PagedHead):
         super().__init__(runner)
         self.name, self.spec, self.width = name, spec, spec.layer.hidden_size
         self._norms: dict[str, F32] = {}
+        self._join: Join | None = None
 
     def memory(self) -> MemoryNeed:
-        """Of the layer, and of the join in float32."""
-        need, join = self.runner.memory(), self.spec.join
-        weights: int = need.weights + 4 * join.in_features * join.out_features
-        return replace(need, weights=weights)
+        """Of the layer, and of the join."""
+        need: MemoryNeed = self.runner.memory()
+        return replace(need, weights=need.weights + self.join_bytes())
 
     def wake(self) -> None:
         super().wake()
-        self._norms = self.read()
+        self._norms, self._join = self.read()
 
     def release(self) -> None:
         super().release()
-        self._norms = {}
+        self._norms, self._join = {}, None
 
-    def read(self) -> dict[str, F32]:
-        """Of the loaded model the norms of ``spec.norms()`` by name, offsets included; the join is held."""
+    def read(self) -> tuple[dict[str, F32], Join]:
+        """Of the loaded model the norms of ``spec.norms()`` by name, offsets included, and the join."""
         raise NotImplementedError
 
-    def joined(self, x: F32) -> F32:
-        """[rows, 2 hidden] → [rows, hidden] by the join."""
+    def join_bytes(self) -> int:
+        """Of the join in memory."""
         raise NotImplementedError
 
     # -- steps
@@ -57,7 +57,9 @@ class MtpHead(PagedHead):
     def step(self, ids: NDArray[np.int64], states: F32, rows: Sequence[Rows]) -> Drawn:
         """Rows of texts one after another, for which there is room: of each the token that came, [rows], and the state
         before it, [rows, hidden]. Of each text's last row what comes next. Raises RunnerError."""
-        spec = self.spec
+        spec, join = self.spec, self._join
+        if join is None:
+            raise RunnerError(f"{self.name}: the layer has no weights")
         read = np.clip(ids, 0, spec.layer.vocab_size - 1).astype(np.int32)  # also those that stand for pictures
         words = self._rms(self.runner.embed(read), spec.token_norm)
         batch = self.batch(read, [r.kept for r in rows], [r.count for r in rows])
@@ -68,7 +70,7 @@ class MtpHead(PagedHead):
             hidden_index=last if spec.normed else NONE,
             aux_layers=() if spec.normed else (1,),
             aux_index=NONE if spec.normed else last,
-            embeds=self.joined(np.concatenate([states, words] if spec.state_first else [words, states], 1)),
+            embeds=join(np.concatenate([states, words] if spec.state_first else [words, states], 1)),
             embed_index=np.arange(len(ids), dtype=np.int32),
         )
         out = self.runner.submit(batch).result()

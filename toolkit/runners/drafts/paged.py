@@ -38,7 +38,8 @@ def stacked(rows: Sequence[Sequence[int] | NDArray[np.int32]]) -> NDArray[np.int
 
 
 class PagedHead:
-    """``runner``: of the layers, a model with one cache group, with the embedding and head of a larger one."""
+    """``runner``: of the layers, a model that attends, with the embedding and head of a larger one. A text has the same
+    blocks in all of its cache groups."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -47,9 +48,9 @@ class PagedHead:
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """Of a cache of its own."""
+        """Of a cache of its own, which keeps all of a text."""
         found: tuple[CacheGroup, ...] = self.runner.spec.cache_groups
-        return found
+        return tuple(replace(group, kind="full", window=None) for group in found)
 
     def load(self, num_blocks: tuple[int, ...]) -> None:
         """Weights, and a cache of so many blocks. Raises RunnerError or MemoryError."""
@@ -59,7 +60,7 @@ class PagedHead:
     def wake(self) -> None:
         self.runner.load_weights()
         self.runner.allocate_cache(self._num_blocks)
-        self._free = list(range(self._num_blocks[0]))
+        self._free = list(range(min(self._num_blocks)))
 
     def release(self) -> None:
         self.runner.release_cache()
@@ -99,6 +100,7 @@ class PagedHead:
         if any(len(text.blocks) * size < text.length + count for text, count in zip(texts, counts, strict=True)):
             raise RunnerError("draft head: no room for the rows of a text")
         table = stacked([text.blocks for text in texts])
+        groups = len(self.runner.spec.cache_groups)
         blocks = table[np.repeat(np.arange(seqs), news), places // size].astype(np.int64)
         return StepBatch(
             token_ids=ids,
@@ -106,8 +108,8 @@ class PagedHead:
             positions=(places + np.repeat(firsts, news))[None],
             cu_seqlens=cu,
             seq_lens=starts + news,
-            block_tables=(table,),
-            slot_mapping=(blocks * size + places % size,),
+            block_tables=(table,) * groups,
+            slot_mapping=(blocks * size + places % size,) * groups,
             rope_set=np.zeros(seqs, np.int8),
             adapter=np.full(seqs, -1, np.int32),
             sample_index=np.zeros(0, np.int32),

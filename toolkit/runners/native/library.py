@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 43  # tk_version of api.cpp, which says when both are raised
+VERSION = 44  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -197,9 +197,11 @@ _CALLS: dict[str, tuple[Any, ...]] = {  # what each gives, then what it takes
     "tk_tower_create": (c_void_p, *_PROGRAM),
     "tk_tower_free": (None, c_void_p),
     "tk_tower_run": (c_int, c_void_p, POINTER(TowerArrays)),
+    "tk_join_create": (c_void_p, *_PROGRAM),
+    "tk_join_free": (None, c_void_p),
+    "tk_join_run": (c_int, c_void_p, c_void_p, c_int64, c_void_p),
     "tk_draft_create": (c_void_p, *_PROGRAM),
     "tk_draft_free": (None, c_void_p),
-    "tk_draft_fuse": (c_int, c_void_p, c_void_p, c_int64, c_void_p),
     "tk_draft_step": (c_int, c_void_p, POINTER(DraftArrays)),
     "tk_op_round": (c_int, c_char_p, POINTER(RoundRun), c_int64),
     "tk_op_code_rows": (c_int, c_char_p, POINTER(CodeRun), c_int64, c_int64),

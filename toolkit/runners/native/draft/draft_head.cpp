@@ -9,7 +9,6 @@ namespace {
 
 constexpr int64_t MOST_ROWS = int64_t(1) << 22;
 constexpr int64_t PARTS = 4;        // of a thread's tiles: whoever has a slow core takes fewer
-constexpr int64_t FUSE_PHASES = 2;  // of rows that are fused together
 constexpr int64_t LAYER_PHASES = 11;
 constexpr int64_t WORD_PHASES = 3;
 
@@ -22,10 +21,6 @@ public:
         : RowWork(*h.ops, h.program.bf16, false, h.scratch[size_t(index)].linear), head(h), p(h.program), s(h.shared),
           own(h.scratch[size_t(index)]), per_kv(p.heads / p.kv_heads),
           query_bytes(p.dpad * (p.bf16 ? 2 : 4)), params{p.dpad, p.dpad, 1.0f / std::sqrt(float(p.head_dim)), 0.0f, read_type(*h.ops, KV_BF16, p.bf16)} {}
-
-    void fuse(const float* states, int64_t rows, float* to) {
-        for (int64_t first = 0; first < rows; first += DRAFT_ROWS) fuse_some(states, {first, std::min(first + DRAFT_ROWS, rows)}, to);
-    }
 
     void step(const DraftArrays& in) {
         for (int64_t first = 0; first < in.rows; first += DRAFT_ROWS) layer(in, first, std::min(DRAFT_ROWS, in.rows - first));
@@ -57,26 +52,6 @@ private:
                 linear(*l, from, 0, n, {std::clamp<int64_t>(part.first - before, 0, tiles), std::clamp<int64_t>(part.last - before, 0, tiles)}, mine);
                 before += tiles;
             }
-        });
-    }
-
-    void fuse_some(const float* states, Range rows, float* to) {
-        const int64_t n = rows.last - rows.first, width = p.fuse_in.width;
-        each_row(n, [&](int64_t t) {
-            const float* from = states + (rows.first + t) * width;
-            float* x = s.fused.x + t * s.fused.ldx;
-            const Norm& norm = p.fused_norm;
-            for (int64_t at = 0; norm.present() && at < width; at += norm.size) norm_row(norm, from + at, x + at, at / norm.size);
-            prepare_row(p.fuse_in, Norm(), norm.present() ? x : from, s.fused, t);
-        });
-        each_part(p.fuse.w.tiles(), [&](Range tiles) {
-            Store store;
-            store.out = s.x;
-            store.ld = s.x_ld;
-            linear(p.fuse, s.fused, 0, n, tiles, store);
-            const int64_t first = tiles.first * LANES, last = std::min(tiles.last * LANES, p.hidden);
-            for (int64_t t = 0; t < n; t++)
-                std::memcpy(to + (rows.first + t) * p.hidden + first, s.x + t * s.x_ld + first, size_t(last - first) * 4);
         });
     }
 
@@ -225,23 +200,19 @@ private:
 
 struct Job {
     DraftHead& head;
-    const DraftArrays* in;  // of a step; null = rows are fused
-    const float* states;
-    int64_t rows;
-    float* to;
+    const DraftArrays& in;
 };
 
 void run_thread(void* arg, int index) {
     const Job& job = *static_cast<const Job*>(arg);
-    if (job.in) DraftRun(job.head, index).step(*job.in);
-    else DraftRun(job.head, index).fuse(job.states, job.rows, job.to);
+    DraftRun(job.head, index).step(job.in);
 }
 
 }  // namespace
 
 DraftHead::Scratch::Scratch(const DraftProgram& p, const Ops& ops) {
     int64_t bytes = 64;
-    for (const Linear* l : {&p.fuse, &p.q, &p.k, &p.v, &p.o, &p.mlp.gate, &p.mlp.up, &p.mlp.down, &p.vocabulary})
+    for (const Linear* l : {&p.q, &p.k, &p.v, &p.o, &p.mlp.gate, &p.mlp.up, &p.mlp.down, &p.vocabulary})
         bytes = std::max(bytes, ops.linear_scratch(l->w));
     linear = take<uint8_t>(bytes);
     row = take<float>(std::max(pad16(p.hidden), 2 * p.dpad));
@@ -255,7 +226,6 @@ DraftHead::Scratch::Scratch(const DraftProgram& p, const Ops& ops) {
 
 DraftHead::Shared::Shared(const DraftProgram& p)
     : x_ld(p.o.w.tiles() * LANES), qkv_ld((p.q.w.tiles() + p.k.w.tiles() + p.v.w.tiles()) * LANES), logits_ld(p.vocabulary.w.tiles() * LANES) {
-    fused = input(DRAFT_ROWS, p.fuse_in.width);
     in = input(DRAFT_ROWS, p.in.width);
     out = input(DRAFT_ROWS, p.out.width);
     mlp = input(DRAFT_ROWS, p.mlp.in.width);
@@ -271,12 +241,6 @@ DraftHead::DraftHead(DraftProgram prog, const Ops* o, int threads) : program(std
     for (int i = 0; i < pool.size(); i++) scratch.emplace_back(program, *ops);
 }
 
-void DraftHead::fuse(const float* states, int64_t count, float* to) {
-    if (count < 1 || count > MOST_ROWS) throw Error("draft head: bad number of rows");
-    Job job{*this, nullptr, states, count, to};
-    pool.run(run_thread, &job, FUSE_PHASES * parts_of(count, DRAFT_ROWS));
-}
-
 void DraftHead::step(const DraftArrays& in) {
     if (in.rows < 1 || in.rows > MOST_ROWS || in.texts < 1 || in.texts > in.rows) throw Error("draft head: bad number of rows or texts");
     rows.clear();
@@ -285,7 +249,7 @@ void DraftHead::step(const DraftArrays& in) {
         for (int64_t t = 0; t < in.counts[i]; t++) rows.push_back({i, in.lengths[i] + t, t + 1 == in.counts[i]});
     }
     if (int64_t(rows.size()) != in.rows) throw Error("draft head: texts do not hold all rows");
-    Job job{*this, &in, nullptr, 0, nullptr};
+    Job job{*this, in};
     pool.run(run_thread, &job, LAYER_PHASES * parts_of(in.rows, DRAFT_ROWS) + WORD_PHASES * parts_of(in.texts, DRAFT_TEXTS));
 }
 

@@ -1,5 +1,5 @@
-// A draft head (EAGLE-3): what fuses hidden states of the model, one layer, and a vocabulary of its own. A row is of a token and of
-// the state before it, fused or the head's own; rows of one text attend to all its rows before them.
+// A draft head (EAGLE-3) behind its join: one layer, and a vocabulary of its own. A row is of a token and of the state before it, joined
+// or the head's own; rows of one text attend to all its rows before them.
 #pragma once
 
 #include "step/row_work.h"
@@ -11,15 +11,14 @@ constexpr int64_t DRAFT_ROWS = 128;  // rows that go through the layer together,
 constexpr int64_t DRAFT_TEXTS = 16;  // texts whose logits are held at once
 
 struct DraftProgram {
-    int64_t hidden, fused;  // fused: hidden states that a row is made of
+    int64_t hidden;
     int64_t heads, kv_heads, head_dim, dpad;
     bool norm_before_residual;  // the layer adds to the normed state
     bool norm_output;           // the state that the next row is given is normed
     bool bf16;                  // products of bfloat16
-    Norm fused_norm;            // of each state that is fused, or of all together; may be absent
     Norm word_norm, state_norm, q_norm, k_norm, mlp_norm, last_norm;
-    Linear fuse, q, k, v, o, vocabulary;
-    Input fuse_in, in, out, last_in;
+    Linear q, k, v, o, vocabulary;
+    Input in, out, last_in;
     Mlp mlp;
     Vector freq;
     float factor;
@@ -45,8 +44,6 @@ struct DraftArrays {
 class DraftHead {
 public:
     DraftHead(DraftProgram program, const Ops* ops, int threads);
-    // States [rows][fused][hidden] -> [rows][hidden].
-    void fuse(const float* states, int64_t rows, float* to);
     // Raises Error where the arrays cannot be.
     void step(const DraftArrays& in);
 
@@ -63,7 +60,7 @@ public:
     };
     struct Shared : Arena {
         explicit Shared(const DraftProgram& p);
-        InputBuffer fused, in, out, mlp, mid, last;
+        InputBuffer in, out, mlp, mid, last;
         float *x, *qkv, *logits;
         int64_t x_ld, qkv_ld, logits_ld;
         uint8_t* queries;  // [kv_heads][DRAFT_ROWS][heads / kv_heads]

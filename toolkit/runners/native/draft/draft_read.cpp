@@ -26,7 +26,6 @@ DraftProgram parse_draft(const char* names, const double* values, int64_t count,
     DraftProgram p;
     p.bf16 = bf16_dot;
     p.hidden = r.integer("hidden", 1, LIMIT);
-    p.fused = r.integer("fused", 1, 4096);
     p.heads = r.integer("heads", 1, 4096);
     p.kv_heads = r.integer("kv_heads", 1, p.heads);
     p.head_dim = r.integer("head_dim", 2, 4096);
@@ -37,7 +36,6 @@ DraftProgram parse_draft(const char* names, const double* values, int64_t count,
     p.norm_before_residual = r.flag("norm_before_residual");
     p.norm_output = r.flag("norm_output");
     const int64_t h = p.hidden, q = p.heads * p.head_dim, kv = p.kv_heads * p.head_dim, inner = r.integer("inner", 1, LIMIT);
-    p.fused_norm = r.norm("fused_norm", h, p.fused);
     p.word_norm = r.needed_norm("word_norm", h);
     p.state_norm = r.needed_norm("state_norm", h);
     p.mlp_norm = r.needed_norm("mlp_norm", h);
@@ -46,7 +44,6 @@ DraftProgram parse_draft(const char* names, const double* values, int64_t count,
     p.k_norm = r.norm("k_norm", p.head_dim);
     p.freq = r.needed("freq", p.head_dim / 2);
     p.factor = r.number("factor");
-    p.fuse = r.linear("fuse", h, p.fused * h, true);
     p.q = r.linear("q", q, 2 * h, true);
     p.k = r.linear("k", kv, 2 * h, true);
     p.v = r.linear("v", kv, 2 * h, true);
@@ -56,7 +53,6 @@ DraftProgram parse_draft(const char* names, const double* values, int64_t count,
     p.mlp.down = r.linear("down", h, inner, true);
     p.vocabulary = r.linear("vocabulary", 0, h, true);
     all.finish();
-    p.fuse_in = read_by(r, p.fused * h, {&p.fuse});
     p.in = read_by(r, 2 * h, {&p.q, &p.k, &p.v});
     p.out = read_by(r, q, {&p.o});
     p.mlp.in = read_by(r, h, {&p.mlp.gate, &p.mlp.up});

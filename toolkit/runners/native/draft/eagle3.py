@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from toolkit.artifacts.canonical import Dense
 from toolkit.artifacts.drafts.draft_head import HeadSpec
-from toolkit.artifacts.weight_files.safetensors_file import widened
 from toolkit.models.rope import inv_freq
 from toolkit.runners.base import RunnerError
-from toolkit.runners.drafts.head import F32, I64, Drawn, Rows
+from toolkit.runners.drafts.head import F32, I64, Drawn, Rows, Words
 from toolkit.runners.native import library
+from toolkit.runners.native.draft.join import NativeJoin, Normed
 from toolkit.runners.native.mixers import flat
 from toolkit.runners.native.packing.pack_model import pack_head
 from toolkit.runners.native.packing.packed import LANES, PackedTensor
@@ -28,7 +26,6 @@ WORD_BITS = 8  # of its vocabulary; in 4 it would be right less often
 GROUP = 32  # inputs that have a scale in 4 bits; where they make no groups there are 8
 _LAYER = "layers.0."
 _MATRICES = {  # of draft_read.cpp
-    "fuse": "fc",
     **{x: f"{_LAYER}self_attn.{x}_proj" for x in "qkvo"},
     **{x: f"{_LAYER}mlp.{x}_proj" for x in ("gate", "up", "down")},
     "vocabulary": "lm_head",
@@ -71,21 +68,20 @@ class Cells:
 
 
 class NativeHead:
-    """``weights``: by the names of ``HeadSpec.shapes``, float32; ``embed``: the embedding as it is stored, float32,
-    float16 or the bits of bfloat16; ``d2t``: see ``draft_head.py`` of artifacts. Implements ``Reader``."""
+    """``weights``: by the names of ``HeadSpec.shapes``, float32; ``words``: its embedding; ``d2t``: see
+    ``draft_head.py`` of artifacts. Implements ``Reader``."""
 
     name = "eagle3"
 
-    def __init__(
-        self, spec: HeadSpec, weights: Mapping[str, F32], embed: NDArray[Any], d2t: I64 | None, threads: int
-    ) -> None:
+    def __init__(self, spec: HeadSpec, weights: Mapping[str, F32], words: Words, d2t: I64 | None, threads: int) -> None:
         self.spec = spec
         self.width = spec.hidden_size
-        self._embed = embed
+        self._words = words
         ids = np.arange(spec.draft_vocab_size)
         self.ids: I64 = ids if d2t is None else ids + d2t  # in the model's vocabulary, of each of its own
         self._cell = 2 * LANES * spec.kv_heads * -(-spec.head_dim // LANES) * LANES  # bytes of one cell, in bfloat16
         self._library = library.load(library.library_path())
+        self._join = NativeJoin(_packed_of(weights, "fc"), threads, norm=_before_join(spec, weights))
         tensors = Tensors({})
         names, values = zip(*flat(_record(spec, weights, tensors)), strict=True)
         self._held = tensors.found  # which the library points into
@@ -120,14 +116,12 @@ class NativeHead:
 
     def fuse(self, states: F32) -> F32:
         """[rows, fused, hidden] of the model's hidden states → [rows, hidden]."""
-        given = np.ascontiguousarray(states, np.float32)
-        to = np.empty((len(given), self.width), np.float32)
-        self._check(self._library.tk_draft_fuse(self._loaded(), given.ctypes.data, len(given), to.ctypes.data))
-        return to
+        self._loaded()
+        return self._join(states)
 
     def step(self, ids: I64, states: F32, rows: Sequence[Rows]) -> Drawn:
         """See ``Reader``. Raises RunnerError where it fails."""
-        words, given = widened(self._embed[ids]), np.ascontiguousarray(states, np.float32)
+        words, given = self._words(ids), np.ascontiguousarray(states, np.float32)
         counts = np.array([r.count for r in rows], np.int64)
         lengths = np.array([r.kept.length for r in rows], np.int64)
         places = lengths + [r.kept.first for r in rows]
@@ -154,26 +148,31 @@ class NativeHead:
             raise RunnerError(f"the draft head: {library.error(self._library)}")
 
 
+def _packed_of(weights: Mapping[str, F32], name: str) -> PackedTensor:
+    whole = torch.from_numpy(np.ascontiguousarray(weights[f"{name}.weight"]))
+    return _packed(f"{name}.weight", whole).in_memory()
+
+
+def _before_join(spec: HeadSpec, weights: Mapping[str, F32]) -> Normed | None:
+    """Of each state that is joined, or of all together; None where there is none."""
+    count = weights["fc.weight"].shape[1] // spec.reads
+    names = ["input_norm"] if spec.norm_before_fc else [f"fc_norm.{i}" for i in range(count if spec.fc_norm else 0)]
+    if not names:
+        return None
+    return Normed(np.concatenate([weights[f"{name}.weight"] for name in names]), len(names), spec.eps)
+
+
 def _record(spec: HeadSpec, weights: Mapping[str, F32], t: Tensors) -> Record:
     """What draft_read.cpp reads."""
 
-    def norm(names: Sequence[str]) -> Record:
-        """One, or several of the same size, each of its own numbers."""
-        made = np.concatenate([weights[f"{name}.weight"] for name in names])
-        size = made.size // len(names)
-        return {"size": size, "sets": len(names), "layer": False, "weight": t.numbers(made), "eps": spec.eps}
+    def norm(name: str) -> Record:
+        made = weights[f"{name}.weight"]
+        return {"size": made.size, "sets": 1, "layer": False, "weight": t.numbers(made), "eps": spec.eps}
 
-    def matrix(name: str) -> Record:
-        whole = torch.from_numpy(np.ascontiguousarray(weights[f"{name}.weight"]))
-        return {"matrix": t.add(_packed(f"{name}.weight", whole).in_memory())}
-
-    fused = weights["fc.weight"].shape[1] // spec.hidden_size
-    of_fused = ["input_norm"] if spec.norm_before_fc else [f"fc_norm.{i}" for i in range(fused if spec.fc_norm else 0)]
     freq, factor = inv_freq(spec.rope)
     return {
         "hidden": spec.hidden_size,
         "inner": spec.intermediate_size,
-        "fused": fused,
         "heads": spec.heads,
         "kv_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
@@ -181,8 +180,7 @@ def _record(spec: HeadSpec, weights: Mapping[str, F32], t: Tensors) -> Record:
         "norm_output": spec.norm_output,
         "freq": t.numbers(freq),
         "factor": factor,
-        "fused_norm": norm(of_fused) if of_fused else None,
-        **{key: norm([name]) for key, name in _NORMS.items()},
-        **{f"{x}_norm": norm([f"{_LAYER}self_attn.{x}_norm"]) for x in "qk" if spec.qk_norm},
-        **{key: matrix(name) for key, name in _MATRICES.items()},
+        **{key: norm(name) for key, name in _NORMS.items()},
+        **{f"{x}_norm": norm(f"{_LAYER}self_attn.{x}_norm") for x in "qk" if spec.qk_norm},
+        **{key: {"matrix": t.add(_packed_of(weights, name))} for key, name in _MATRICES.items()},
     }

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from toolkit.models.spec import MtpSpec
-from toolkit.runners.drafts.head import F32
+from toolkit.runners.drafts.head import F32, Join
 from toolkit.runners.drafts.mtp import MtpHead
 from toolkit.runners.drafts.paged import options_of
+from toolkit.runners.native.draft.join import NativeJoin, join_bytes, pack_join, threads_of
 from toolkit.runners.native.packing.packed import PackedTensor, floats
 from toolkit.runners.native.runner import NativeRunner
 
@@ -28,8 +30,6 @@ class NativeMtp(MtpHead):
             spec, NativeRunner(spec.layer, weights, options_of(target.options), target.dtype, lender=target), name
         )
         self._target, self._weights = target, weights
-        self._join: F32 = np.zeros((0, 0), np.float32)
-        self._bias: F32 = np.zeros(0, np.float32)
 
     def wake(self) -> None:
         if isinstance(self._weights, CheckpointMtp):
@@ -40,18 +40,18 @@ class NativeMtp(MtpHead):
         super().release()
         if isinstance(self._weights, CheckpointMtp):
             self._weights.drop()
-        self._join = np.zeros((0, 0), np.float32)
 
-    def read(self) -> dict[str, F32]:
+    def read(self) -> tuple[dict[str, F32], Join]:
         spec, found = self.spec, self._weights()
         shape = spec.join.out_features, spec.join.in_features
-        self._join = np.ascontiguousarray(floats(found[spec.join.name]).reshape(shape).T)
-        self._bias = floats(found[f"{spec.join.name}.bias"]) if spec.join.bias else np.zeros(self.width, np.float32)
+        whole = torch.from_numpy(floats(found[spec.join.name]).reshape(shape))
+        bias = floats(found[f"{spec.join.name}.bias"]) if spec.join.bias else None
+        join = NativeJoin(pack_join(whole, self._target.dtype), threads_of(self._target), bias)
         norms = {norm.name: floats(found[norm.name]) + np.float32(norm.weight_offset) for norm in spec.norms()[1:]}
-        return norms | {spec.model_norm.name: floats(self._target.lent()[spec.model_norm.name])}
+        return norms | {spec.model_norm.name: floats(self._target.lent()[spec.model_norm.name])}, join
 
-    def joined(self, x: F32) -> F32:
-        return x @ self._join + self._bias
+    def join_bytes(self) -> int:
+        return join_bytes(self.spec.join, self._target.dtype)
 
 
 class CheckpointMtp:

@@ -12,6 +12,7 @@
 
 #include "step/model.h"
 #include "draft/draft_head.h"
+#include "draft/join.h"
 #include "packing/pack_tiles.h"
 #include "step/step.h"
 #include "system/bridge.h"
@@ -73,7 +74,7 @@ tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
 
 // Of all that passes here: functions, structures, the program's record, how tensors are packed. VERSION in library.py says
 // the same; raise both when any of it changes, so that neither side reads the other's as its own.
-TK_EXPORT int tk_version() { return 43; }
+TK_EXPORT int tk_version() { return 44; }
 
 TK_EXPORT const char* tk_error() { return message.c_str(); }
 
@@ -237,6 +238,23 @@ TK_EXPORT int tk_tower_run(tk::Tower* tower, const tk::TowerArrays* in) {
     return guarded([&] { tower->run(*in); });
 }
 
+// Of tk::Join; null with tk_error().
+TK_EXPORT tk::Join* tk_join_create(const char* names, const double* values, int64_t count, const tk::TensorRecord* tensors,
+                                   int64_t tensors_size, const char* isa, int64_t threads) {
+    tk::Join* join = nullptr;
+    guarded([&] {
+        const tk::Ops* ops = ops_or_throw(isa);
+        join = new tk::Join(tk::parse_join(names, values, count, tensors, tensors_size, ops->bf16_dot), ops, threads_or_throw(threads));
+    });
+    return join;
+}
+
+TK_EXPORT void tk_join_free(tk::Join* join) { delete join; }
+
+TK_EXPORT int tk_join_run(tk::Join* join, const float* from, int64_t rows, float* to) {
+    return guarded([&] { join->run(from, rows, to); });
+}
+
 // Of tk::DraftHead; null with tk_error().
 TK_EXPORT tk::DraftHead* tk_draft_create(const char* names, const double* values, int64_t count, const tk::TensorRecord* tensors,
                                          int64_t tensors_size, const char* isa, int64_t threads) {
@@ -249,10 +267,6 @@ TK_EXPORT tk::DraftHead* tk_draft_create(const char* names, const double* values
 }
 
 TK_EXPORT void tk_draft_free(tk::DraftHead* head) { delete head; }
-
-TK_EXPORT int tk_draft_fuse(tk::DraftHead* head, const float* states, int64_t rows, float* to) {
-    return guarded([&] { head->fuse(states, rows, to); });
-}
 
 TK_EXPORT int tk_draft_step(tk::DraftHead* head, const tk::DraftArrays* in) {
     return guarded([&] { head->step(*in); });

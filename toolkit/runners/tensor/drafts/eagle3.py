@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.artifacts.drafts.draft_head import HeadSpec
-from toolkit.artifacts.weight_files.safetensors_file import widened
 from toolkit.models.rope import inv_freq
-from toolkit.runners.drafts.head import F32, I64, Drawn, Rows
+from toolkit.runners.drafts.head import F32, I64, Drawn, Rows, Words
 
 QUERIES = 256  # of a text, whose scores are held at once
 
@@ -41,8 +39,8 @@ class Kept:
 
 
 class TorchHead:
-    """``weights``: called at every load, by the names of ``HeadSpec.shapes``, float32; ``embed``: the embedding as it
-    is stored, of which rows are read on the host."""
+    """``weights``: called at every load, by the names of ``HeadSpec.shapes``, float32; ``words``: its
+    embedding, on the host."""
 
     name = "eagle3"
 
@@ -50,12 +48,12 @@ class TorchHead:
         self,
         spec: HeadSpec,
         weights: Callable[[], Mapping[str, F32]],
-        embed: NDArray[Any],
+        words: Words,
         d2t: I64 | None,
         device: torch.device,
     ) -> None:
         self.spec, self.width = spec, spec.hidden_size
-        self._weights, self._embed, self._device = weights, embed, device
+        self._weights, self._words, self._device = weights, words, device
         ids = np.arange(spec.draft_vocab_size)
         self._ids = torch.from_numpy(ids if d2t is None else ids + d2t).to(device)
         freq, self._factor = inv_freq(spec.rope)
@@ -103,7 +101,7 @@ class TorchHead:
         s, at = self.spec, "layers.0."
         hidden = self._put(states)
         normed = self._rms(hidden, f"{at}hidden_norm.weight")
-        words = self._rms(self._put(widened(self._embed[ids])), f"{at}input_layernorm.weight")
+        words = self._rms(self._put(self._words(ids)), f"{at}input_layernorm.weight")
         x = (normed if s.norm_before_residual else hidden) + self._attend(torch.cat([words, normed], 1), rows)
         inner = self._rms(x, f"{at}post_attention_layernorm.weight")
         gate = F.silu(self._linear(inner, f"{at}mlp.gate_proj.weight"))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.artifacts.canonical import Weight
@@ -14,9 +13,10 @@ from toolkit.artifacts.engine.artifact import ENGINE_JSON, TORCH_TARGET, EngineA
 from toolkit.artifacts.engine.torch_target import TorchWeights
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import MtpSpec
-from toolkit.runners.drafts.head import F32
+from toolkit.runners.drafts.head import F32, Join
 from toolkit.runners.drafts.mtp import MtpHead
 from toolkit.runners.tensor.cuda_artifact import CudaWeights
+from toolkit.runners.tensor.drafts.join import TensorJoin, join_bytes
 from toolkit.runners.tensor.drafts.lent import final_norm, options_beside
 from toolkit.runners.tensor.runner import TensorRunner
 
@@ -48,29 +48,20 @@ class TensorMtp(MtpHead):
         runner = TensorRunner(spec.layer, weights, options_beside(target), dense=target.dense, lender=target)
         super().__init__(spec, runner, name)
         self._target, self._weights = target, weights
-        self._device = torch.device(target.device)
-        self._join: tuple[Tensor, Tensor | None] | None = None
 
-    def release(self) -> None:
-        self._join = None
-        super().release()
-
-    def read(self) -> dict[str, F32]:
+    def read(self) -> tuple[dict[str, F32], Join]:
         spec, found = self.spec, self._weights()
         matrix, bias = found[spec.join.name], found[f"{spec.join.name}.bias"] if spec.join.bias else None
         whole = matrix if isinstance(matrix, Tensor) else matrix.dequantize(torch.float32)
-        whole = whole.view(spec.join.out_features, spec.join.in_features).to(self._device, torch.float32)
+        whole = whole.view(spec.join.out_features, spec.join.in_features)
         assert bias is None or isinstance(bias, Tensor)
-        self._join = whole, None if bias is None else bias.to(self._device, torch.float32)
+        join = TensorJoin(whole, self._target.device, bias)
         norms = {spec.model_norm.name: final_norm(self._target)}
         for norm in spec.norms()[1:]:
             weight = found[norm.name]
             assert isinstance(weight, Tensor), norm.name
             norms[norm.name] = (weight.float() + norm.weight_offset).cpu().numpy()
-        return norms
+        return norms, join
 
-    @torch.inference_mode()
-    def joined(self, x: F32) -> F32:
-        assert self._join is not None
-        found: F32 = F.linear(torch.from_numpy(x).to(self._device), *self._join).cpu().numpy()
-        return found
+    def join_bytes(self) -> int:
+        return join_bytes(self.spec.join)
