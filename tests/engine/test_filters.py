@@ -119,7 +119,7 @@ def drawn(support: Any, x: Any, filters: Filters, count: int = 3000, **draw: Any
 def test_far_tokens_are_cut_by_deviations(support: Any) -> None:
     x = logits(3) / 3
     near = x >= x.max() - 1.5 * x.std()
-    assert ((drawn(support, x, Filters(top_n_sigma=1.5)) > 0) == near).all() and near.sum() > 3
+    assert ((drawn(support, x, Filters(top_n_sigma=1.5)) > 0) == near).all() and near.sum() > 2
     assert drawn(support, x, Filters())[~near].sum() > 0.2  # what it would draw
     masked = np.where(np.arange(VOCAB) % 2, x, -np.inf).astype(np.float32)  # by a grammar: they count for nothing
     assert not (drawn(support, masked, Filters(top_n_sigma=1.0), 500) > 0)[::2].any()
