@@ -23,10 +23,15 @@ from toolkit.engine.drafts.search import Answers, Newest, Seen, pairs
 from toolkit.engine.drafts.speculator import Speculator
 from toolkit.engine.drafts.vocabulary import equal
 from toolkit.engine.plan import Plan
-from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams, Whose
+from toolkit.engine.request import EngineOutput, EngineRequest, Filters, SamplingParams, Whose
 from toolkit.engine.sequence import Sequence
 
 VOCAB = 64
+FILTERS = (
+    Filters(dry_multiplier=0.8, dry_base=1.3, dry_allowed_length=1),
+    Filters(xtc_probability=0.5, xtc_threshold=0.05, typical_p=0.9),
+    Filters(top_n_sigma=1.5, dynatemp_range=0.4),
+)
 WINDOWS: list[tuple[Any, ...]] = [(None,), (6,), (None, 6), ("state",), (None, "state"), ((6, 5),)]
 
 
@@ -49,6 +54,8 @@ def params_of(draw: Any) -> SamplingParams:
             t: draw(st.sampled_from([-3.0, 4.0])) for t in draw(st.sets(st.integers(0, 63), max_size=4))
         }
         words["bad_token_ids"] = draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))
+    if draw(st.integers(0, 3)) == 0:
+        words["filters"] = draw(st.sampled_from(FILTERS))
     words["logprobs"] = draw(st.sampled_from([-1, -1, 0, 3]))
     if draw(st.integers(0, 7)) == 0:
         words |= {"ngram_size": 1, "ngram_limit": 2}
@@ -158,7 +165,7 @@ def check_drafts(core: EngineCore, case: dict[str, Any]) -> None:
     (draft,) = core.speculator.drafts
     draft.blocks.check_integrity()
     assert not draft._followers and all(pool.available == pool.size for pool in draft.blocks.pools)
-    whole = not any(r.params.ngram_size for r in case["requests"])
+    whole = not any(r.params.ngram_size or r.params.filters for r in case["requests"])  # a draft has no filters
     if case["twin"] and whole and "state" not in case["windows"]:
         assert core.speculator.total.accepted == core.speculator.total.tokens
 

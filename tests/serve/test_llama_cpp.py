@@ -78,6 +78,12 @@ def test_what_is_asked_for_reaches_the_engine(start: Any) -> None:
     assert (config.temperature, config.top_k, config.min_p, config.random_seed) == (0.7, 3, 0.1, None)
     assert config.logit_bias == {65: 1.5, 66: -100.0} and config.ignore_eos and config.stop_words == ["q"]
     assert config.response_format == {"type": "grammar", "grammar": "root ::= [a-z]"}
+    own = {"typical_p": 0.9, "top_n_sigma": 2.0, "xtc_probability": 0.5, "xtc_threshold": 0.2, "dynatemp_range": 0.3,
+           "dynatemp_exponent": 1.5, "dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3,
+           "dry_penalty_last_n": 64, "dry_sequence_breakers": [";"]}  # fmt: skip
+    assert ask(server.url, "/completion", {"prompt": "a", "temperature": 0.7} | own)[0] == 200
+    config = server.engine.seen[-1][1]
+    assert {name: getattr(config, name) for name in own} == own
     assert ask(server.url, "/completion", {"prompt": "a", "json_schema": {"type": "integer"}})[0] == 200
     assert server.engine.seen[-1][1].response_format["json_schema"]["schema"] == {"type": "integer"}
 
@@ -86,7 +92,9 @@ def test_what_is_asked_for_reaches_the_engine(start: Any) -> None:
     ("body", "named"),
     [
         ({"n_predict": 0}, "n_predict"),
-        ({"dry_multiplier": 0.8}, "dry_multiplier"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"dry_base": 0.5}, "dry_base"),
+        ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
         ({"samplers": ["top_k"]}, "samplers"),
         ({"t_max_predict_ms": 5}, "t_max_predict_ms"),
         ({"logit_bias": [["a", 1]]}, "logit_bias"),

@@ -43,6 +43,8 @@ class GenerationConfig:
     """How to generate. ``validate()`` raises UsageError that names the field; bounds: in the table of its fields.
 
     Sampling: ``do_sample=False`` is greedy; then temperature, top_k, top_p and min_p are ignored, penalties are not.
+    ``typical_p``, ``top_n_sigma``, ``xtc_…``, ``dynatemp_…``, ``dry_…``: llama.cpp's samplers, by its names; None for
+    ``dry_sequence_breakers`` means its own: a line's end, colon, quotation mark, star.
     ``stop_words`` and ``bad_words`` may have any number of tokens. ``random_seed``: one seed a request; choice i of n
     uses ``random_seed + i``. ``response_format``: {"type": "json_schema" | "json_object" | "regex_schema" | "grammar" |
     "choice" | "text", …}. ``logits_processors`` (in process only): callables (token_ids, logits) -> logits.
@@ -69,6 +71,32 @@ class GenerationConfig:
         0.0, "Keep tokens of at least this share of the likeliest one's.", Bounds(0, 1), neutral=0.0, draws=True
     )
     temperature: float = _told(0.8, "0 to 2; 0 is greedy.", Bounds(0, 2), neutral=1.0, draws=True)
+    typical_p: float = _told(
+        1.0, "Keep the tokens of most typical information with this mass.", Bounds(0, 1), neutral=1.0, draws=True
+    )
+    top_n_sigma: float = _told(
+        0.0,
+        "Keep tokens whose logits are at most so many standard deviations below the best; 0 = all.",
+        Bounds(-1, 1000),
+        neutral=0.0,
+        draws=True,
+    )
+    xtc_probability: float = _told(
+        0.0, "How often XTC leaves out the likeliest tokens but one.", Bounds(0, 1), neutral=0.0, draws=True
+    )
+    xtc_threshold: float = _told(
+        0.1, "XTC leaves out tokens of this probability and more.", Bounds(0, 1), neutral=0.1, draws=True
+    )
+    dynatemp_range: float = _told(
+        0.0,
+        "The temperature is lower or higher by so much, as the next token is certain.",
+        Bounds(0, 2),
+        neutral=0.0,
+        draws=True,
+    )
+    dynatemp_exponent: float = _told(
+        1.0, "How the temperature rises with uncertainty.", Bounds(0, 100), neutral=1.0, draws=True
+    )
     repetition_penalty: float = _told(
         1.0, "Above 1 discourages repeats.", Bounds(0.01, 100), neutral=1.0, typed=True, of_model=True
     )
@@ -97,6 +125,19 @@ class GenerationConfig:
     frequency_penalty: float = _told(
         0.0, "-2 to 2, for every time a token was used before.", Bounds(-2, 2), neutral=0.0, typed=True
     )
+    dry_multiplier: float = _told(
+        0.0, "DRY: above 0 discourages what would go on with a repeat.", Bounds(0, 100), neutral=0.0, typed=True
+    )
+    dry_base: float = _told(
+        1.75, "DRY: its penalty grows by this with each token of a repeat.", Bounds(1, 100), neutral=1.75, typed=True
+    )
+    dry_allowed_length: int = _told(
+        2, "DRY: shorter repeats are free.", Bounds(1, 1 << 20, "int32"), neutral=2, typed=True
+    )
+    dry_penalty_last_n: int = _told(
+        -1, "DRY: look at so many tokens; -1 = all, 0 = off.", Bounds(-1, 1 << 30, "int32"), neutral=-1, typed=True
+    )
+    dry_sequence_breakers: list[str] | None = None
     logit_bias: dict[int, float] | None = None
     prompt_logprobs: int | None = _told(None, "", Bounds(0, 1024, "int32"))
     repetition_ngram_size: int = _told(0, "See repetition_ngram_threshold.", Bounds(0, 1 << 20, "int32"))

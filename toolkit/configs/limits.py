@@ -32,6 +32,13 @@ LOGIT_BIAS = Bounds(-100, 100)
 GREEDY_BELOW = 1e-5  # a temperature: logits that differ by 0.001 are then e^100 apart, so the best one is taken at once
 
 # How long the lists of a request may be, and the words in them (in characters).
-MOST = {"stop_words": 64, "bad_words": 4096, "stop_token_ids": 1024, "bad_token_ids": 1 << 16, "logit_bias": 1024}
-WORD_LENGTH = {"stop_words": 4096, "bad_words": 256}
+MOST = {
+    "stop_words": 64,
+    "bad_words": 4096,
+    "dry_sequence_breakers": 64,
+    "stop_token_ids": 1024,
+    "bad_token_ids": 1 << 16,
+    "logit_bias": 1024,
+}
+WORD_LENGTH = {"stop_words": 4096, "bad_words": 256, "dry_sequence_breakers": 64}
 TEMPLATE_STOPS = 16  # stop words, and ids, that a chat template may add to a request's own

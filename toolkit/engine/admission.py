@@ -67,6 +67,7 @@ def in_blocks(request: EngineRequest, mask_token: int, processed: bool) -> Engin
         "response_format": bool(p.grammar) and (p.grammar or {}).get("type", "text") != "text",
         "bad_words": bool(p.bad_words),
         "logits_processors": processed,
+        "typical_p, top_n_sigma, xtc_probability, dynatemp_range, dry_multiplier": p.filters is not None,
         "prompt_logprobs": p.prompt_logprobs >= 0,
         "output_logits": p.logits is not None,
         "output_last_hidden_state": p.hidden is not None,

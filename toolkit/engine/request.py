@@ -13,6 +13,38 @@ from toolkit.runners.step import Draw
 Only = Literal["score", "cls", "last", "mean"]
 
 
+@dataclass(frozen=True)
+class Filters:
+    """Fields of GenerationConfig of the same names, by ``constraints/filters.py``. The defaults change nothing."""
+
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: list[str] = field(default_factory=list)
+
+    @property
+    def draws(self) -> bool:
+        """Whether any of them changes what is drawn at random."""
+        return self.typical_p < 1 or self.top_n_sigma > 0 or self.xtc_probability > 0 or self.dynatemp_range > 0
+
+    @property
+    def repeats(self) -> bool:
+        """Whether DRY is on, which likeliest tokens heed too."""
+        return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
+
+    @property
+    def reads(self) -> bool:
+        """Whether they look at what tokens say."""
+        return self.repeats and bool(self.dry_sequence_breakers)
+
+
 @dataclass
 class SamplingParams(Draw):
     """Resolved numbers of one request (from a GenerationConfig; greedy is temperature 0), and how its tokens are
@@ -29,6 +61,7 @@ class SamplingParams(Draw):
     logprobs: int = -1  # -1 none, 0 the chosen token's, k the top k too
     prompt_logprobs: int = -1
     grammar: dict[str, Any] | None = None  # a response_format
+    filters: Filters | None = None  # None: none that changes anything
     hurried: bool = False  # it is not to wait long to be compiled: hopeless ones come
     logits: Literal["all", "generation"] | None = None
     hidden: Literal["all", "generation"] | None = None

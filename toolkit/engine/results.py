@@ -190,7 +190,8 @@ class StepResults:
     def _drawn_here(
         self, seq: Sequence, step: Step, out: StepOutput, rows: dict[str, Any], guessed: int | None = None
     ) -> EngineOutput:
-        """Draw the token of a request with logits processors: they see the raw logits, then the usual rules apply.
+        """Draw the token of a request with logits processors or filters: processors see the raw logits, then the usual
+        rules apply.
         ``guessed``: behind so many tokens of a guess, None: there is none."""
         at = 0
         for owner, _, count in step.logits:
@@ -200,17 +201,21 @@ class StepResults:
         logits = out.logits[at - 1 if guessed is None else at - count + guessed]
         if np.isnan(logits).any():
             return _error(seq, NAN_LOGITS)
-        try:
-            logits = _processed(seq, logits)
-        except Exception as e:
-            return _error(seq, f"logits_processors: {type(e).__name__}: {e}")
+        if seq.processors:
+            try:
+                logits = _processed(seq, logits)
+            except Exception as e:
+                return _error(seq, f"logits_processors: {type(e).__name__}: {e}")
         sampling = self.builder.host_sampling(seq)
         if seq.grammar is not None and seq.grammar.failure is not None:
             return _error(seq, seq.grammar.failure, 400)
         x = host_sampler.adjust(logits, sampling, 0)
+        if seq.filtering is not None:
+            x = seq.filtering.penalized(x, seq.tokens[: seq.known])
         if not host_sampler.drawable(x, sampling, 0):
-            return _error(seq, "logits_processors: what they return holds NaN or infinity, or rules every token out")
-        token = host_sampler.draw(x, sampling, 0)
+            what = "logits_processors: what they return holds NaN or infinity, or rules every token out"
+            return _error(seq, what if seq.processors else NAN_LOGITS)
+        token = host_sampler.draw(x, sampling, 0) if seq.filtering is None else seq.filtering.draw(x, sampling, 0)
         token = token if seq.grammar is None else seq.grammar.meant(token)
         logprobs = host_sampler.log_softmax(x) if seq.params.logprobs >= 0 else None
         seq.expect()

@@ -10,11 +10,13 @@ from toolkit.configs.generation import PARAMETERS, GenerationConfig
 from toolkit.configs.limits import SEED_MAX
 from toolkit.engine.constraints.grammar_cost import check_cost
 from toolkit.engine.constraints.grammar_format import check_format
-from toolkit.engine.request import SamplingParams
+from toolkit.engine.request import Filters, SamplingParams
 from toolkit.runners.step import Draw
 
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
+
+BREAKERS = ("\n", ":", '"', "*")  # of DRY: llama.cpp's
 
 
 def resolve(config: GenerationConfig, tokenizer: Tokenizer, prompt_len: int, session_len: int) -> SamplingParams:
@@ -42,6 +44,7 @@ def resolve(config: GenerationConfig, tokenizer: Tokenizer, prompt_len: int, ses
         logprobs=-1 if config.logprobs is None else config.logprobs,
         prompt_logprobs=-1 if config.prompt_logprobs is None else config.prompt_logprobs,
         grammar=None if form is None or form["type"] == "text" else form,
+        filters=_filters(config),
         logits=config.output_logits,
         hidden=config.output_last_hidden_state,
         routes=config.return_routed_experts,
@@ -65,6 +68,13 @@ def stop_ids(config: GenerationConfig, tokenizer: Tokenizer) -> list[int]:
     if config.ignore_eos:
         eos, words = [], {i: w for i, w in words.items() if i not in tokenizer.eos_ids}
     return list(dict.fromkeys([*eos, *(config.stop_token_ids or ()), *words]))
+
+
+def _filters(config: GenerationConfig) -> Filters | None:
+    breakers = BREAKERS if config.dry_sequence_breakers is None else config.dry_sequence_breakers
+    given = {f.name: getattr(config, f.name) for f in fields(Filters) if f.name != "dry_sequence_breakers"}
+    found = Filters(**given, dry_sequence_breakers=list(breakers))
+    return found if found.repeats or (found.draws and not config.greedy) else None
 
 
 def _draw(config: GenerationConfig) -> dict[str, Any]:

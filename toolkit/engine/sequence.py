@@ -16,6 +16,7 @@ from toolkit.engine.request import EngineRequest, SamplingParams
 
 if TYPE_CHECKING:
     from toolkit.engine.constraints.bad_words import BadWordState
+    from toolkit.engine.constraints.filters import Filtering
     from toolkit.engine.constraints.grammar import GrammarState
 
 LogitsProcessor = Callable[[Any, Any], Any]
@@ -49,6 +50,7 @@ class Sequence:
     processors: list[LogitsProcessor] = field(default_factory=list)
     grammar: GrammarState | None = None
     bad_words: BadWordState | None = None
+    filtering: Filtering | None = None
     history: History | None = None
     biases: Biases | None = None
     spans: list[Span] = field(default_factory=list)
@@ -102,10 +104,11 @@ class Sequence:
         self.wants_rows = wants_rows or self.request.only == "last"
         counts = self.params.ngram_size and self.params.ngram_limit
         self.repeats = RepeatedNgrams(self.params.ngram_size, self.params.ngram_limit) if counts else None
+        self.drawn_here = bool(self.processors or self.filtering)  # from its logits, which come back
         # the runner draws its next token
-        self.draws = not (self.request.only or self.processors or self.canvas)
+        self.draws = not (self.request.only or self.drawn_here or self.canvas)
         # The next step's input depends on this step's token by more than its id: no running ahead of results.
-        self.needs_host = bool(self.processors or self.grammar or self.bad_words or self.history or self.canvas)
+        self.needs_host = bool(self.drawn_here or self.grammar or self.bad_words or self.history or self.canvas)
         if self.canvas is not None:
             self.canvas.begin(self.tokens[: self.length])
 

@@ -79,7 +79,7 @@ def ask_for_rows(step: Step) -> None:
         if (p.logits == "all" or p.prompt_logprobs > 0) and fresh < count:
             step.logits.append((seq, start + fresh, count - fresh))
             logits.append(np.arange(first + fresh, first + count))
-        elif (p.logits == "generation" or seq.processors) and last == count - 1 and not only:
+        elif (p.logits == "generation" or seq.drawn_here) and last == count - 1 and not only:
             step.logits.append((seq, start + last - guessed, 1 + guessed))
             logits.append(np.arange(first + last - guessed, first + count))
         if (p.hidden == "all" or only == "mean") and fresh < count:
@@ -99,7 +99,7 @@ def ask_for_rows(step: Step) -> None:
             step.targets.append((seq, start + fresh, stop - start - fresh))
             targets.append(np.arange(first + fresh, first + stop - start))
             target_ids.append(seq.tokens[start + fresh + 1 : stop + 1])
-        if seq.processors and last == count - 1 and not only and seq not in step.plan.guesses:
+        if seq.drawn_here and last == count - 1 and not only and seq not in step.plan.guesses:
             step.processed.append(seq)
     step.batch.logits_index = joined(logits)
     step.batch.hidden_index = joined(hidden)

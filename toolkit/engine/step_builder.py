@@ -194,7 +194,7 @@ class StepBuilder:
             copy_blocks=self.blocks.copies.take(),
         )
         step = Step(plan, batch, sampled, guesses, verified)
-        if any(s.wants_all or s.wants_rows or s.processors for s in sequences):
+        if any(s.wants_all or s.wants_rows or s.drawn_here for s in sequences):
             ask_for_rows(step)
         elif len(sampled) == decodes == len(sequences) and not self._host_fields[rows].any():
             self._known = rows, replace(step, batch=replace(batch))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -46,16 +48,29 @@ def draw(x: F32, s: SamplingBatch, row: int) -> int:
     temperature = float(s.temperature[row])
     if temperature == 0:
         return int(np.argmax(x))
-    scaled = (x - x.max()).astype(np.float64) / temperature
-    p = np.exp(scaled)
-    p /= p.sum()
+    p = probabilities(x, temperature)
+    return chosen(p, kept(p, s, row), s, row)
+
+
+def probabilities(x: F32, temperature: float) -> NDArray[np.float64]:
+    """Of tokens with logits [V], at a temperature above 0."""
+    p = np.exp((x - x.max()).astype(np.float64) / temperature)
+    return cast("NDArray[np.float64]", p / p.sum())
+
+
+def kept(p: NDArray[np.float64], s: SamplingBatch, row: int) -> NDArray[np.int64]:
+    """Ids that top_k, top_p and min_p leave of probabilities [V], ascending."""
     order = np.argsort(-p, kind="stable")  # most probable first, lowest id first on a tie
     keep = len(order) if s.top_k[row] == 0 else min(int(s.top_k[row]), len(order))
     order = order[:keep]
     if s.top_p[row] < 1:
         mass = np.cumsum(p[order])
         order = order[: int(np.searchsorted(mass, float(s.top_p[row]) * mass[-1], side="left")) + 1]
-    kept = np.union1d(order[:1], order[p[order] >= float(s.min_p[row]) * p[order[0]]])
+    return np.union1d(order[:1], order[p[order] >= float(s.min_p[row]) * p[order[0]]])
+
+
+def chosen(p: NDArray[np.float64], kept: NDArray[np.int64], s: SamplingBatch, row: int) -> int:
+    """The one of ids ``kept`` that seed and position draw by probabilities [V]."""
     mass = np.cumsum(p[kept])
     u = uniform(int(s.seed[row]), int(s.position[row])) * mass[-1]
     return int(kept[min(int(np.searchsorted(mass, u, side="right")), len(kept) - 1)])

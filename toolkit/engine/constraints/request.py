@@ -79,6 +79,8 @@ class Constraints:
             grammar = self._grammars.find(wanted) if self._grammars else None
             if grammar is None:
                 return None
+        if params.filters is not None and params.filters.reads and self._tokenizer is None:
+            return None
         return Built(words, grammar)
 
     def begin(self, params: SamplingParams, user: str = "") -> Building:
@@ -116,7 +118,7 @@ class Constraints:
                 compiling.add(building.grammar)
 
     def fields(self, request: EngineRequest, built: Built) -> dict[str, Any]:
-        """``Sequence`` fields grammar, bad_words, history and biases."""
+        """``Sequence`` fields grammar, bad_words, filtering, history and biases."""
         p = request.params
         penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         biased = p.logit_bias or p.bad_token_ids or (p.min_new_tokens and p.stop_token_ids)
@@ -124,6 +126,10 @@ class Constraints:
             "history": History(np.array(request.token_ids, np.int32)) if penalised else None,
             "biases": Biases(p) if biased else None,
         }
+        if p.filters is not None:
+            from toolkit.engine.constraints.filters import Filtering
+
+            found["filtering"] = Filtering(p.filters, self._tokenizer.token_bytes if self._tokenizer else ())
         if built.words is not None:
             from toolkit.engine.constraints.bad_words import BadWordState
 
@@ -141,6 +147,9 @@ class Constraints:
         """What ``find`` would find, by any thread. Raises UsageError for a bad grammar, BusyError where others left it
         no time, Cancelled when ``ticket`` says so."""
         wanted = _grammar(params)
+        if params.filters is not None and params.filters.reads:
+            with self._setting_up:
+                self._text()
         words = self._words().list_of(params.bad_words) if params.bad_words else None
         return Built(words, self._compiler().compiled(wanted, ticket) if wanted is not None else None)
 
@@ -169,7 +178,8 @@ class Constraints:
     def _text(self) -> Tokenizer:
         if self._open_tokenizer is None:
             raise UsageError(
-                "bad_words, response_format: not with this engine, which was opened without a tokenizer; leave them out"
+                "bad_words, response_format, dry_sequence_breakers: not with this engine, which was opened without a "
+                "tokenizer; leave them out"
             )
         if self._tokenizer is None:
             self._tokenizer = self._open_tokenizer()

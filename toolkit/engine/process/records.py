@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams, Whose
+from toolkit.engine.request import EngineOutput, EngineRequest, Filters, SamplingParams, Whose
 from toolkit.models.eyes.pictures import Picture
 from toolkit.parallel.wire import apart, together
 
@@ -75,6 +75,7 @@ def read_request(message: dict[str, Any], data: memoryview, held: dict[bytes, Pi
     params = dict(fields.pop("params"))
     params["grammar"] = json.loads(params["grammar"])
     params["logit_bias"] = {int(k): v for k, v in params["logit_bias"].items()}
+    params["filters"] = params["filters"] and Filters(**params["filters"])
     whose = Whose(**fields.pop("whose"))
     return EngineRequest(params=SamplingParams(**params), pictures=pictures, whose=whose, **fields)
 

@@ -25,6 +25,8 @@ TokenId = Annotated[int, Field(ge=TOKEN_ID.low, le=TOKEN_ID.high)]
 StopWord = Annotated[str, Field(min_length=1, max_length=WORD_LENGTH["stop_words"])]
 StopWords = Annotated[list[StopWord], Field(max_length=MOST["stop_words"])]
 BadWord = Annotated[str, Field(min_length=1, max_length=WORD_LENGTH["bad_words"])]
+Breaker = Annotated[str, Field(min_length=1, max_length=WORD_LENGTH["dry_sequence_breakers"])]
+Breakers = Annotated[list[Breaker], Field(max_length=MOST["dry_sequence_breakers"])]
 BadWords = Annotated[list[BadWord], Field(max_length=MOST["bad_words"])]
 
 # Known to OpenAI's clients, not built here: field -> what to say. An empty value (null, [], false) is let through.
@@ -109,6 +111,7 @@ Texts = Annotated[list[str], Field(min_length=1), BeforeValidator(_as_list, json
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    *(p.name for p in PARAMETERS.values() if p.name.startswith("dry_")),
     "repetition_ngram_size",
     "repetition_ngram_threshold",
     "random_seed",
@@ -129,6 +132,7 @@ class SampledRequest(FormatFields):
     min_tokens: int | None = parameter("min_new_tokens", description="vLLM's name of min_new_tokens")
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MOST["stop_token_ids"])
     bad_words: BadWords | None = None
+    dry_sequence_breakers: Breakers | None = Field(None, description="Texts that no repeat of DRY goes across")
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None

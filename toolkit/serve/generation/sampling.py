@@ -67,6 +67,7 @@ def generation_config(
         stop_words=request.stop,
         stop_token_ids=request.stop_token_ids,
         bad_words=request.bad_words,
+        dry_sequence_breakers=request.dry_sequence_breakers,
         skip_special_tokens=request.skip_special_tokens is not False,
         spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
         include_stop_str_in_output=bool(request.include_stop_str_in_output),

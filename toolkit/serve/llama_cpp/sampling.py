@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from toolkit.configs.checks import shown
 from toolkit.serve.fields.parameters import given_parameters, parameter, with_parameters
-from toolkit.serve.fields.protocol import Stop
+from toolkit.serve.fields.protocol import Breakers, Stop
 from toolkit.serve.fields.strict import Strict
 
 SEEDLESS = 0xFFFFFFFF  # how llama.cpp says that a seed is drawn: -1 in 32 bits
@@ -45,6 +45,16 @@ MostTokens = Annotated[
     "presence_penalty",
     "frequency_penalty",
     "random_seed",
+    "typical_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "dynatemp_range",
+    "dynatemp_exponent",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
     top_k=parameter("top_k", ge=-1, description="Keep this many likeliest tokens; 0 or -1 = all."),
 )
 class LlamaSampling(Strict):
@@ -53,23 +63,13 @@ class LlamaSampling(Strict):
     stop: Stop = None
     repeat_penalty: float | None = parameter("repetition_penalty")
     repeat_last_n: int | None = Field(None, description="-1 where there are penalties: they look at the whole text")
-    typical_p: Annotated[float | None, only(1.0)] = None
     tfs_z: Annotated[float | None, only(1.0)] = None
     mirostat: Annotated[int | None, only(0)] = None
     penalize_newline: Annotated[bool | None, only(True)] = None
-    top_n_sigma: Annotated[float | None, only(-1.0)] = None
-    dynatemp_range: Annotated[float | None, only(0.0)] = None
-    xtc_probability: Annotated[float | None, only(0.0)] = None
-    dry_multiplier: Annotated[float | None, only(0.0)] = None
-    # What goes with those:
+    # What goes with mirostat:
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
-    dynatemp_exponent: float | None = None
-    xtc_threshold: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: list[str] | None = None
+    dry_sequence_breakers: Breakers | None = None
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> LlamaSampling:
@@ -91,4 +91,6 @@ class LlamaSampling(Strict):
             given["repetition_penalty"] = self.repeat_penalty
         if self.stop:
             given["stop"] = self.stop
+        if self.dry_sequence_breakers is not None:
+            given["dry_sequence_breakers"] = self.dry_sequence_breakers
         return given
