@@ -136,7 +136,10 @@ def _values(body: str, parameter: Element, keys: Collection[str]) -> dict[str, t
         if arguments_of(whole) is None:
             return None
         given = json.loads(whole)
-        return {k: (v if isinstance(v, str) else json.dumps(v, ensure_ascii=False), None) for k, v in given.items()}
+        return {
+            key: (value, "true") if isinstance(value, str) else (json.dumps(value, ensure_ascii=False), "false")
+            for key, value in given.items()
+        }
     elements = parameter.split(body)
     if elements is None:
         return None
