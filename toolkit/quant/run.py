@@ -14,7 +14,6 @@ import torch
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.formats import trellis
 from toolkit.artifacts.formats.writers import WRITERS
-from toolkit.artifacts.gguf.metadata import model_metadata
 from toolkit.artifacts.manifest import describe_parent
 from toolkit.artifacts.output.replace import check_directory_target
 from toolkit.artifacts.output.room import check_room
@@ -174,7 +173,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     selection = choose(source, common)
     form = choose_format(common.format, recipe.formats, _stored_linears(source, selection), recipe.sample)
     if form == gguf.FORMAT:
-        model_metadata(source.spec)  # raises ToolkitError for a model that GGUF cannot express
+        gguf.check(source, targets(source, selection))
     text = read_text(source, common) if recipe.calibrated and common.calibration is None else None
     plan = text.plan if text else None
     guided, tune_steps = _choose_effort(source, recipe, common, plan, form)
