@@ -34,7 +34,7 @@ ROUNDED = ("w8a8", "fp8", "mxfp4")  # formats that a dense matrix can simply be 
 @dataclass
 class Work:
     """A conversion under way. ``whole``: ``stored`` as the family has it, stacks as stacks. ``quantized``: whether
-    linears were so to begin with; ``layouts``: of every linear written so far; ``errors``: of those rounded.
+    linears were so to begin with; ``layouts``: of every linear written so far; ``errors``: of what was rounded.
     """
 
     checkpoint: Checkpoint
@@ -234,7 +234,7 @@ def _cast(name: str, tensor: Tensor, work: Work) -> Tensor:
     import torch
 
     found = cast(name, tensor, work.dtype)
-    if name.endswith(".weight") and not torch.equal(found.float(), tensor.float()):
+    if not torch.equal(found.float(), tensor.float()):  # stacks of experts and vectors too, whatever they are called
         work.errors[name.removesuffix(".weight")] = float(
             (found.float() - tensor.float()).norm() / tensor.float().norm()
         )
@@ -255,8 +255,8 @@ def _notes(work: Work) -> list[str]:
     notes = []
     if work.errors:
         worst = max(work.errors.values())
-        what = work.dtype if work.to == "hf" else work.to
-        notes.append(f"{len(work.errors)} matrices rounded to {what} (largest relative error {worst:.2%})")
+        what, kind = (work.dtype, "tensors") if work.to == "hf" else (work.to, "matrices")
+        notes.append(f"{len(work.errors)} {kind} rounded to {what} (largest relative error {worst:.2%})")
     else:
         notes.append("lossless: every weight keeps its numbers")
     if work.widened:
