@@ -120,6 +120,16 @@ def test_stablelm_is_parallel_where_it_has_no_second_norm(shape: int, tiny_model
         assert config["use_parallel_residual"] is parallel
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma3"])
+def test_gemma3_s_context_counts_what_scaling_brings(family: str, tiny_models: Any, tmp_path: Path) -> None:
+    """As in llama.cpp's own files, whose context_length is max_position_embeddings: 131072 of the released ones."""
+    model = tiny_models(family)
+    rewrite(str(model), tmp_path / "model.gguf", to="gguf")
+    assert read_container(tmp_path / "model.gguf").metadata["gemma3.context_length"] == 512
+    before, after = (load_spec(open_checkpoint(path))[0] for path in (model, tmp_path / "model.gguf"))
+    assert before.ropes() == after.ropes() and before.max_position == after.max_position == 512
+
+
 def in_turn(heads: torch.Tensor, k_heads: int, share: int) -> torch.Tensor:
     """Heads that stand by the key head they share, as llama.cpp has them in Qwen3.5: one of each, then the next."""
     return heads.unflatten(0, (k_heads, share, -1)).transpose(0, 1).flatten(0, 2)

@@ -697,6 +697,20 @@ def test_hf_in_another_dtype_says_that_it_rounds(tiny_models: Any, tmp_path: Pat
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
 
 
+def test_stacks_and_vectors_that_are_rounded_are_told_too(tiny_models: Any, tmp_path: Path) -> None:
+    done = rewrite(str(tiny_models("gpt_oss")), tmp_path / "all", to="hf", dtype="bfloat16")
+    before, after = (load_file(path / "model.safetensors") for path in (tiny_models("gpt_oss"), tmp_path / "all"))
+    changed = sum(not torch.equal(before[name], after[name].float()) for name in before)
+    assert done.notes[0].startswith(f"{changed} tensors rounded to bfloat16")
+    alone = tmp_path / "alone"  # a vector in float32 among bfloat16, as those of states often are
+    shutil.copytree(tmp_path / "all", alone)
+    name = "model.layers.0.self_attn.sinks"
+    save_file(after | {name: before[name]}, alone / "model.safetensors", {"format": "pt"})
+    (alone / "manifest.json").unlink()
+    done = rewrite(str(alone), tmp_path / "again", to="hf", dtype="bfloat16")
+    assert done.notes[0].startswith("1 tensors rounded to bfloat16")
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [

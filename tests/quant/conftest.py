@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,16 @@ import toolkit.quant.run
 
 @pytest.fixture(autouse=True)
 def quick_runs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, support: Any) -> None:
-    """Runs that say nothing of ``tune_steps`` tune for two steps, guided or not: every form goes through it, none takes
-    long."""
+    """Runs that say nothing of ``tune_steps`` tune for at most two steps, guided or not: every form goes through it,
+    none takes long."""
     support("lite").quicken(monkeypatch, measured=request.path.name == "test_presets.py")
-    choose = toolkit.quant.run.choose_steps
+    choose = toolkit.quant.run._choose_effort
 
-    def few(source: Any, wanted: int | None, usual: int, *rest: Any) -> int:
-        return choose(source, wanted, 2, *rest)
+    def few(source: Any, recipe: toolkit.quant.run.Recipe, *rest: Any) -> tuple[int, int]:
+        guided, steps = choose(source, replace(recipe, few_bits=True), *rest)
+        return guided, min(steps, 2) if recipe.tune_steps is None else steps
 
-    monkeypatch.setattr(toolkit.quant.run, "choose_steps", few)
+    monkeypatch.setattr(toolkit.quant.run, "_choose_effort", few)
 
 
 @pytest.fixture

@@ -148,6 +148,10 @@ def test_options_out_of_range(tmp_path: Path) -> None:
         ((str(tmp_path / "nowhere"), None, 512, 0, 2048), "no such file or folder"),
         ((str(tmp_path), None, 512, 0, 2048, -1), "--calib-self-samples: expected 0 or more"),
         (("self", None, 512, 0, 2048, 4), "--calib-self-samples: the model writes all of the text"),
+        (("self", None, 512, 1 << 31, 2048), "--seed: expected 0 to 2147483647, found 2147483648"),
+        (("self", None, 512, -1, 2048), "--seed: expected 0 to 2147483647, found -1"),
+        (("", None, 512, 0, 2048), "--calib-dataset: : no such file or folder"),  # not all of the current directory
+        (("c4=", None, 512, 0, 2048), "--calib-dataset c4=: expected a folder"),
     ]:
         with pytest.raises(UsageError, match=complaint):
             make_plan(*options)

@@ -226,7 +226,11 @@ def test_the_authors_own_form(trained: tuple[Path, Path], tmp_path: Path) -> Non
 
 def test_wrong_options(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, path = trained
-    for flags, told in ((["--steps", "0"], "--steps: expected 1 or more, found 0"), (["--tokens", "9"], "--tokens")):
+    for flags, told in (
+        (["--steps", "0"], "--steps: expected 1 or more, found 0"),
+        (["--tokens", "9"], "--tokens"),
+        (["--seed", str(1 << 70)], f"--seed: expected 0 to 2147483647, found {1 << 70}"),
+    ):
         with pytest.raises(SystemExit) as ended:
             main(["lite", "draft", str(model), "--work-dir", str(tmp_path / "x"), *flags])
         assert ended.value.code == 2 and told in capsys.readouterr().err

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.scales import read_scales
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
@@ -135,6 +136,22 @@ def test_what_gguf_cannot_hold(tiny_models: Any, tmp_path: Path, common: Common)
     assert not (tmp_path / "out").exists()
 
 
+def test_what_no_file_can_say_is_told_before_any_work(
+    tiny_models: Any, tiny_checkpoint: Any, tmp_path: Path, common: Common
+) -> None:
+    worked: list[Any] = []
+    odd = tiny_checkpoint("llama", tmp_path / "odd")
+    tokenizer = json.loads((odd / "tokenizer.json").read_text())
+    (odd / "tokenizer.json").write_text(json.dumps(tokenizer | {"normalizer": {"type": "Lowercase"}}))
+    for model, words in (
+        (tiny_models("falcon_h1"), "has the model's multipliers in its weights, .* leave it out by --skip"),
+        (odd, "normalizer: found 'Lowercase'"),
+    ):
+        with pytest.raises(ToolkitError, match=words):
+            auto_gptq(str(model), tmp_path / "out", common=common, progress=lambda *told: worked.append(told))
+    assert not worked and not (tmp_path / "out").exists()
+
+
 def test_search_mixes_types_within_the_budget(
     tiny_models: Any, tmp_path: Path, common: Common, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +198,23 @@ def test_what_is_not_quantized_is_never_more_than_was_counted(
     size = (tmp_path / "m.gguf").stat().st_size
     counted = (finder.fixed_bits(source, [], torch.bfloat16) + overhead_bits(source)) / 8
     assert 0 <= counted - size < 60_000
+
+
+def test_merges_that_one_architecture_alone_states_are_counted(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    """Gemma 4's, half a million: else ``search --size`` makes files beyond its budget."""
+    from toolkit.quant.gguf import overhead_bits
+    from toolkit.quant.layers.source import LayerSource
+
+    model = tiny_checkpoint("gemma4_text", tmp_path / "model")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["byte_fallback"] = True
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    rewrite(str(model), tmp_path / "m.gguf", to="gguf")
+    merges = read_container(tmp_path / "m.gguf").metadata["tokenizer.ggml.merges"]
+    told = overhead_bits(LayerSource(model))
+    tokenizer["model"]["merges"] = []
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert told - overhead_bits(LayerSource(model)) == 8 * sum(len(pair.encode()) + 8 for pair in merges) > 0
 
 
 def test_importance_from_calibration_reaches_the_rounding(

@@ -16,8 +16,9 @@ import torch
 from toolkit.commands.lite_options import LiteFlags
 from toolkit.errors import UsageError
 from toolkit.quant import estimate
+from toolkit.quant.calibrate import calibrate
 from toolkit.quant.layers.source import LayerSource
-from toolkit.quant.lite import Common, auto_awq
+from toolkit.quant.lite import Common, auto_awq, smooth_quant
 from toolkit.quant.methods.awq import SEARCH_ROWS, scale_candidates
 from toolkit.quant.options import Awq
 from toolkit.quant.presets import PRESETS
@@ -125,3 +126,19 @@ def test_rates_are_those_of_this_machine(tiny_models: Any) -> None:
         rates = estimate.measure(source, torch.device("cpu"))
     assert all(0 < rate < 1 for rate in (rates.exact, rates.rough, rates.product, rates.rounding))
     assert re.fullmatch(r"time: about (6[0-9]|[0-9]) s on this machine.*", estimate.line({"layers": 0.2}))
+
+
+def test_best_smooth_quant_tunes_where_there_is_text_and_memory_and_leaves_it_out_where_not(
+    tiny_models: Any, tmp_path: Path, harbour: str
+) -> None:
+    model, said = str(tiny_models("llama")), list[str]()
+    common = Common(calib_dataset=harbour, calib_samples=2, calib_seqlen=32, eval_tokens=64, notice=said.append)
+    calibrate(model, tmp_path / "statistics", common=common)
+    for name, tuned, more in (
+        ("text", True, {}),
+        ("saved", False, {"calibration": str(tmp_path / "statistics")}),
+        ("narrow", False, {"cache_memory": 1e-6}),
+    ):
+        found = smooth_quant(model, tmp_path / name, common=replace(common, preset="best", **more))
+        assert ("tuning" in found.quality) == ("tune_steps" in found.options) == tuned
+    assert sum("--tune-steps 64 does it all the same" in line for line in said) == 1

@@ -31,6 +31,8 @@ from toolkit.quant.options import Awq, Gptq, Search, SmoothQuant
 
 CPU = torch.device("cpu")
 
+CHOOSE_EFFORT = toolkit.quant.run._choose_effort  # as it is before conftest.py has it choose few steps
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -247,6 +249,7 @@ def test_few_bits_are_tuned_behind_gradients_too(
         asked.append(usual)
         return 0
 
+    monkeypatch.setattr(toolkit.quant.run, "_choose_effort", CHOOSE_EFFORT)
     monkeypatch.setattr(toolkit.quant.run, "choose_steps", steps)
     options = Gptq(w_bits=bits, guide_samples=guides)
     auto_gptq(str(tiny_models("llama")), tmp_path / "out", options, common=quick)

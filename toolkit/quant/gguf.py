@@ -4,8 +4,10 @@ for rounding to one."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from toolkit.artifacts.gguf.fit import smallest
 from toolkit.artifacts.gguf.metadata import model_metadata
 from toolkit.artifacts.gguf.vocabulary import vocabulary
 from toolkit.artifacts.manifest import content_digest
+from toolkit.errors import ToolkitError
 from toolkit.models.sites import layer_sites
 from toolkit.models.spec import LinearSpec
 from toolkit.quant.layers.result import Method
@@ -44,6 +47,24 @@ def cannot_hold(weight: Weight) -> str | None:
     return None
 
 
+def check(source: LayerSource, linears: Iterable[LinearSpec]) -> None:
+    """Raise ToolkitError where no file holds the model with ``linears`` quantized, or its tokenizer."""
+    model = model_metadata(source.spec)
+    if folded := next((x.name for x in linears if x.name in model.folded), None):
+        raise ToolkitError(
+            f"--format gguf: {folded}: llama.cpp's {model.gguf.arch} has the model's multipliers in its weights, which "
+            "one that is quantized cannot take; leave it out by --skip, or round the model by tool convert --to gguf "
+            "--gguf-type q4_k_m"
+        )
+    _vocabulary(source)
+
+
+def _vocabulary(source: LayerSource) -> dict[str, Any]:
+    checkpoint, own = source.checkpoint, model_metadata(source.spec).gguf.words
+    configs = checkpoint.config, checkpoint.generation_config
+    return vocabulary(checkpoint.tokenizer_dir, source.spec.vocab_size, *configs, own)[0]
+
+
 def with_minima(method: Method) -> Method:
     """``method``, but asymmetric codes come with the float16 offset that Q4_1 and Q5_1 store for every block, in place
     of a zero point: within the figures and on disk the numbers are then the same."""
@@ -60,11 +81,8 @@ def _offset(value: Weight | Tensor) -> Weight | Tensor:
 def overhead_bits(source: LayerSource) -> int:
     """Bits of a file beyond codes, scales and 16-bit matrices: the vocabulary, and the other half of what is float32 in
     GGUF, that is norms, biases and routers."""
-    checkpoint = source.checkpoint
-    config, generation = checkpoint.config, checkpoint.generation_config
-    words, _ = vocabulary(checkpoint.tokenizer_dir, source.spec.vocab_size, config, generation)
     size = 0
-    for value in words.values():
+    for value in _vocabulary(source).values():
         if isinstance(value, list):
             size += sum(len(x.encode()) + 8 for x in value)
         else:

@@ -14,7 +14,6 @@ import torch
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.formats import trellis
 from toolkit.artifacts.formats.writers import WRITERS
-from toolkit.artifacts.gguf.metadata import model_metadata
 from toolkit.artifacts.manifest import describe_parent
 from toolkit.artifacts.output.replace import check_directory_target
 from toolkit.artifacts.output.room import check_room
@@ -94,7 +93,8 @@ class Recipe:
     ``calibrated``: whether the method reads text at all. ``prepare``: what is to be done with the whole model before
     its layers, returning figures for ``quality``. ``guide_samples``: whose gradients guide its rounding, None for the
     preset's. ``tune_steps``: of the tuning afterwards, None for the default where it fits ``--cache-memory``;
-    ``few_bits``: so few that tuning brings something behind gradients too.
+    ``few_bits``: so few that tuning brings something behind gradients too; ``eight_bits``: the default is the preset's
+    ``tune_steps_8bit``.
     ``whole_layers``: whether ``prepare`` has a layer in memory as a whole; ``texts``: how often it has the text's
     activations; ``beside``: how many samples go through the layers beside the text. ``extra``: fields added to the
     checkpoint's ``quantization_config``. ``round_outer``: in a GGUF file the embedding and head are rounded too
@@ -115,6 +115,7 @@ class Recipe:
     guide_samples: int | None = 0
     tune_steps: int | None = 0
     few_bits: bool = False
+    eight_bits: bool = False
     whole_layers: bool = False
     texts: int = 1
     beside: int = 0
@@ -172,7 +173,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     selection = choose(source, common)
     form = choose_format(common.format, recipe.formats, _stored_linears(source, selection), recipe.sample)
     if form == gguf.FORMAT:
-        model_metadata(source.spec)  # raises ToolkitError for a model that GGUF cannot express
+        gguf.check(source, targets(source, selection))
     text = read_text(source, common) if recipe.calibrated and common.calibration is None else None
     plan = text.plan if text else None
     guided, tune_steps = _choose_effort(source, recipe, common, plan, form)
@@ -231,6 +232,7 @@ def _choose_effort(
     effort, room = common.effort, common.cache_memory
     guided = choose_samples(source, recipe.guide_samples, effort.guide_samples, plan, room, common.notice)
     usual = effort.tune_steps if recipe.few_bits or not guided else 0  # else it adds nothing to what gradients bring
+    usual = effort.tune_steps_8bit if recipe.eight_bits else usual
     hindrance = "not with --format gguf" if form == gguf.FORMAT else None
     return guided, choose_steps(source, recipe.tune_steps, usual, plan, room, hindrance, common.notice)
 

@@ -79,7 +79,7 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
         raise ToolkitError(f"gguf: files of gemma3 are read with linear scaling alone; this model's is {full.kind}")
     if spec.logit_softcap is not None:
         raise ToolkitError("gguf: llama.cpp's gemma3 does not cap logits, this model does")
-    return {"rope.freq_base_swa": float(local.theta)}
+    return {"rope.freq_base_swa": float(local.theta), "context_length": spec.max_position}  # scaled, see build
 
 
 def _scale(spec: DecoderSpec) -> float:

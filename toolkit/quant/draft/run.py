@@ -28,6 +28,7 @@ from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.opening import open_source
 from toolkit.quant.options import Common, DraftHead
 from toolkit.quant.run import Result
+from toolkit.quant.text.calibration import check_seed
 from toolkit.quant.text.calibration_text import Progress
 from toolkit.runners.tensor.devices.find import find_device
 
@@ -86,6 +87,7 @@ def _check(options: DraftHead) -> None:
             raise UsageError(f"--{name.replace('_', '-')}: expected {low} or more, found {found}")
     if options.num_draft_tokens > 16:
         raise UsageError(f"--num-draft-tokens: expected 1 to 16, found {options.num_draft_tokens}")
+    check_seed(options.seed)
 
 
 def _head_of(spec: DecoderSpec, options: DraftHead) -> HeadSpec:

@@ -49,6 +49,7 @@ def smooth_quant(
         sample=sample,
         formats=("w8a8", "compressed-tensors"),
         products=False,
-        tune_steps=common.effort.tune_steps_8bit if options.tune_steps is None else options.tune_steps,
+        tune_steps=options.tune_steps,
+        eight_bits=True,
     )
     return run(open_source(model, common, "smooth_quant"), Path(work_dir), recipe, common, progress)

@@ -22,6 +22,7 @@ SAMPLES = 128  # unless the user or the preset asks for another number
 SELF_TOKENS = 16384  # most that the model writes unless the user asks for more samples
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # its roles; others are called as in a chat
 Row = TypeVar("Row")
+MOST_SEED = 1 << 31
 OVERSAMPLE = 4  # documents are read until there is this many times the text that is needed
 
 
@@ -78,6 +79,7 @@ def make_plan(
         raise UsageError(f"--calib-samples: expected 1 or more, found {samples}")
     if own is not None and own < 0:
         raise UsageError(f"--calib-self-samples: expected 0 or more, found {own}")
+    check_seed(seed)
     if own and dataset == "self":
         raise UsageError("--calib-self-samples: the model writes all of the text; give --calib-samples, or a dataset")
     if samples is None:
@@ -87,13 +89,19 @@ def make_plan(
             own = min(samples // 2, written)
             samples -= own
     own = own or 0
-    if dataset != "self" and find_known(dataset) is None and not user_path(dataset).exists():
+    if dataset != "self" and find_known(dataset) is None and not (dataset and user_path(dataset).exists()):
         raise UsageError(
             f"--calib-dataset: {dataset}: no such file or folder, and none of self, {', '.join(sorted(KNOWN))}"
         )
     for package in _needed(dataset):
         require(package, f"--calib-dataset {dataset}")
     return CalibrationPlan(dataset, samples + own, seqlen, seed, own)
+
+
+def check_seed(seed: int) -> None:
+    """Raise UsageError for a seed that one of the generators that are begun with it does not take."""
+    if not 0 <= seed < MOST_SEED:
+        raise UsageError(f"--seed: expected 0 to {MOST_SEED - 1}, found {seed}")
 
 
 def _needed(dataset: str) -> Iterator[str]:

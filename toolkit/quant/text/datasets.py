@@ -45,7 +45,7 @@ def find_known(dataset: str) -> tuple[str, Path | None] | None:
     name, given, folder = dataset.partition("=")
     if name.lower() not in KNOWN or user_path(dataset).exists():
         return None
-    if given and not user_path(folder).is_dir():
+    if given and not (folder and user_path(folder).is_dir()):
         raise UsageError(f"--calib-dataset {dataset}: expected a folder, a copy of {KNOWN[name.lower()].repository}")
     return name.lower(), user_path(folder) if given else None
 
