@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import read
 from toolkit.configs.checks import nearest
 from toolkit.errors import UsageError

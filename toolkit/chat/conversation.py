@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.output.result_file import check_json, write_text
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.chat import settings
 from toolkit.chat.messages import Message, normalise
 from toolkit.configs.generation import TYPED, GenerationConfig

@@ -6,12 +6,12 @@ import dataclasses
 import logging
 import os
 import re
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.chat import builtin
 from toolkit.chat.custom import MODELS
 from toolkit.errors import UsageError

@@ -15,7 +15,6 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import IO
@@ -26,6 +25,7 @@ from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import MANIFEST, check_files, content_files, describe_parent, read_manifest
 from toolkit.artifacts.output.partial import discard_partial
 from toolkit.artifacts.output.stage import open_stage
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.engine import EngineConfig, PytorchEngineConfig
 from toolkit.convert.settle import boot, may_be_torn, settle
 from toolkit.errors import ToolkitError, UsageError

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+
+from toolkit.base.lazy_dataclass import dataclass
 
 Functions = Mapping[str, Mapping[str, Any]] | None  # name -> JSON schema of its parameters; None: any name will do
 Style = Literal["json", "qwen_xml", "minimax_xml", "deepseek_xml", "glm_xml"]  # of arguments, as xgrammar calls them

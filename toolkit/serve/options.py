@@ -4,9 +4,10 @@ of ``toolkit.serve()``, and what the application works by."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.option import OR_NAME, PATH, option, same_option, spelled
 from toolkit.errors import UsageError
 from toolkit.serve.http.access.proxies import Proxies

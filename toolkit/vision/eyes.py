@@ -7,13 +7,14 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.artifacts.text.written import Written
 from toolkit.base import extras
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.box.box import Ticket
 from toolkit.configs.option import spelled as flag
 from toolkit.errors import BusyError, UsageError

@@ -12,7 +12,6 @@ Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from toolkit.artifacts.json_file import read_json_object, write_json_object
 from toolkit.artifacts.weight_files.safetensors_file import map_arrays, read_header, write_tensors
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import build
 from toolkit.models.spec import RopeSpec

@@ -6,7 +6,6 @@ Sources: the models' own ``tokenization_*.py`` and transformers' slow classes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from tokenizers import AddedToken, processors
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.text.tokenizer_pieces import PiecesFile, build, read_pieces
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 
 PIECES = "tokenizer.model"

@@ -10,7 +10,6 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, runtime_checkable
 
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from toolkit.artifacts.json_file import parse_json
 from toolkit.artifacts.weight_files.huge_pages import HUGE, map_file
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 
 PAGE = 4096

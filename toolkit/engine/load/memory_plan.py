@@ -7,8 +7,8 @@ what the user asked for cannot fit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.admission import longer
 from toolkit.engine.cache.block_manager import blocks_for, window_blocks
 from toolkit.engine.pace import MOST_MS

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.manifest import read_manifest
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.speculative import ALGORITHMS
 from toolkit.engine.drafts.head import ROOM, DraftHead
 from toolkit.engine.load.draft import FLAG as MODEL_FLAG

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from toolkit.artifacts.alike import fingerprint
 from toolkit.artifacts.source import resolve_model
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import plain, read
 from toolkit.base.user_path import user_path
 from toolkit.chat.origin import JINJA, JSON
