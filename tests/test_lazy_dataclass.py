@@ -289,4 +289,4 @@ def test_a_mutable_default_is_refused_as_the_librarys() -> None:
 
         @lazy_dataclass.dataclass
         class Wrong:
-            a: list[int] = []  # noqa: RUF008
+            a: list[int] = []  # noqa: RUF012
