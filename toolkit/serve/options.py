@@ -184,7 +184,7 @@ class ServerSettings:
                 if found > images:
                     raise UsageError(f"{LIMIT}: expected {kind} of at most {images} (--max-images), found {found}")
         if self.media_io_kwargs is not None:
-            from toolkit.vision.eyes import media_sampling
+            from toolkit.vision.sampling import media_sampling
 
             name, most = spelled("media_io_kwargs"), self.limits.max_video_frames
             count = media_sampling(self.media_io_kwargs, name=name).num_frames

@@ -25,9 +25,10 @@ from toolkit.serve.http.sharing.places import Places, may_join
 from toolkit.serve.lmdeploy.talks import Talks
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.watch.metrics import ServerMetrics
-from toolkit.vision.eyes import media_limits, media_sampling
+from toolkit.vision.eyes import media_limits
 from toolkit.vision.fetch import Fetching
 from toolkit.vision.images import Rules
+from toolkit.vision.sampling import media_sampling
 
 if TYPE_CHECKING:
     from toolkit.artifacts.weight_files.new_weight_files import WeightFiles

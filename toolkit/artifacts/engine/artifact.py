@@ -69,4 +69,4 @@ class EngineArtifact:
 
     def arrays(self) -> dict[str, Any]:
         """Every array as a read-only, page-aligned numpy view of the mapped file (BF16 as uint16)."""
-        return map_arrays(self.array_file)
+        return map_arrays(self.array_file, self.infos or None)

@@ -9,11 +9,8 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from toolkit.artifacts.drafts.draft_head import is_head
 from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.speculative import ALGORITHMS
-from toolkit.engine.drafts.model import TOKENS, DraftModel
-from toolkit.engine.drafts.vocabulary import LEAST, Vocabulary, by_text, equal
 from toolkit.engine.load.memory_plan import MemoryPlan, show_bytes
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import from_files
@@ -22,6 +19,8 @@ from toolkit.runners.base import Backend, MemoryNeed, Runner, RunnerError
 
 if TYPE_CHECKING:
     from toolkit.configs.engine import EngineConfig
+    from toolkit.engine.drafts.model import DraftModel
+    from toolkit.engine.drafts.vocabulary import Vocabulary
 
 FLAG = "speculative_draft_model"
 ShareOut = Callable[[MemoryNeed, Seq[CacheGroup]], MemoryPlan]
@@ -48,12 +47,12 @@ class DraftFiles:
 
 def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], packed: Found | None) -> DraftFiles | None:
     """Where the draft model is that a config asks for, fetched where needed. Raises ToolkitError or UsageError."""
-    from toolkit.artifacts.drafts.eagle import is_eagle
-    from toolkit.artifacts.source import resolve_model
-
     name = config.speculative_draft_model
     if name is None:
         return None
+    from toolkit.artifacts.drafts.eagle import is_eagle
+    from toolkit.artifacts.source import resolve_model
+
     if (config.pp, config.dp, config.ep) != (1, 1, 1):
         raise UsageError(f"{FLAG}: runs with tp at most; leave it out, or pp, dp and ep")
     if config.empty_init:
@@ -100,6 +99,8 @@ def _means(config: EngineConfig, path: Path, own: str, found: bool, none: str, o
 
 def means_head(config: EngineConfig, path: Path) -> bool:
     """Whether what is to guess is a head, no model."""
+    from toolkit.artifacts.drafts.draft_head import is_head
+
     return config.speculative_algorithm in ("eagle", "eagle3") or is_head(path)
 
 
@@ -179,6 +180,8 @@ class OpenDraft:
 
     def load(self, plan: MemoryPlan) -> DraftModel:
         """Weights, cache, and what guesses with them. Raises ToolkitError."""
+        from toolkit.engine.drafts.model import TOKENS, DraftModel
+
         try:
             self.runner.load_weights()
             self.runner.allocate_cache(self.blocks)
@@ -227,6 +230,7 @@ def _unfit(spec: DecoderSpec) -> str:
 def match(tokenizer_dir: Path, files: DraftFiles, rows: int, draft_rows: int) -> Vocabulary:
     """How the tokens of a draft are those of its target, which have so many. Raises UsageError where too few are."""
     from toolkit.artifacts.text.tokenizer import Tokenizer
+    from toolkit.engine.drafts.vocabulary import LEAST, by_text, equal
 
     names = tokenizer_dir / "tokenizer.json", files.tokenizer_dir / "tokenizer.json"
     if all(name.is_file() for name in names) and names[0].read_bytes() == names[1].read_bytes():

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields
 from functools import partial
+from typing import TYPE_CHECKING
 
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.artifacts.text_head import longest_text
 from toolkit.configs.engine import EngineConfig, PytorchEngineConfig
-from toolkit.engine.load.draft import OpenDraft
-from toolkit.engine.load.head import OpenHead
 from toolkit.engine.load.memory_plan import MemoryPlan, Wishes, plan
-from toolkit.engine.load.mtp import OpenMtp
 from toolkit.engine.load.setup import Setup
 from toolkit.engine.options import EngineOptions
 from toolkit.errors import ToolkitError, UsageError
@@ -19,6 +17,11 @@ from toolkit.models.eyes.pictures import most_patches
 from toolkit.models.eyes.vision import VisionSpec
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import Runner
+
+if TYPE_CHECKING:
+    from toolkit.engine.load.draft import OpenDraft
+    from toolkit.engine.load.head import OpenHead
+    from toolkit.engine.load.mtp import OpenMtp
 
 
 def share_out(setup: Setup, runner: Runner, draft: OpenDraft | OpenHead | OpenMtp | None) -> MemoryPlan:

@@ -16,7 +16,6 @@ from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.draft import Draft
 from toolkit.engine.load import ranks
 from toolkit.engine.load.draft import OpenDraft, means_assistant, means_dflash, means_eagle, means_head, open_draft
-from toolkit.engine.load.head import OpenHead, open_head
 from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.engine.load.mtp import OpenMtp, open_assistant_model, open_dflash_model, open_eagle_layer, open_mtp_layer
 from toolkit.engine.load.runner import new_weights, open_for, to_split
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
     from toolkit.engine.cache.kept.moving import Moving
     from toolkit.engine.cache.kept.shelf import Shelf
+    from toolkit.engine.load.head import OpenHead
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +173,8 @@ def _open_draft(setup: Setup, runner: Runner) -> OpenDraft | OpenHead | OpenMtp 
     if means_eagle(setup.config, files.path):
         return open_eagle_layer(files.path, runner)
     if means_head(setup.config, files.path):
+        from toolkit.engine.load.head import open_head
+
         return open_head(files.path, runner)
     return open_draft(files, runner, setup.tokenizer_dir, setup.config, setup.backend)
 
