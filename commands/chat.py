@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -78,7 +79,7 @@ def run(
     from toolkit.chat.conversation import Conversation
     from toolkit.chat.sessions import Session
     from toolkit.messages import GenerationConfig
-    from toolkit.vision.eyes import media_sampling
+    from toolkit.vision.sampling import media_sampling
 
     media_sampling(media_io_kwargs, name="--media-io-kwargs")
     kept = None if session is None else Session(session)
@@ -112,12 +113,10 @@ def _loaded(
     allow_private_media: bool,
 ) -> Pipeline:
     """The model of the flags, ready to answer."""
-    from rich.text import Text
-
     from toolkit.pipeline.pipeline import Pipeline
     from toolkit.runners.base import Backend
 
-    with console.status(Text(f"Loading {model}")):
+    with _loading(console, model):
         # what is to be said about loading is said once it has loaded, in plain lines
         return Pipeline(
             model,
@@ -130,6 +129,15 @@ def _loaded(
             progress=lambda line: None,
             packed=engine.packed(config, lambda line: say(line, console, "dim")),
         )
+
+
+def _loading(console: Console, model: str) -> AbstractContextManager[object]:
+    """Tells somebody at a terminal what is awaited; what moves there is not imported elsewhere."""
+    if not console.is_terminal:
+        return nullcontext()
+    from rich.text import Text
+
+    return console.status(Text(f"Loading {model}"))
 
 
 def _show(pipe: Pipeline, talk: Conversation, images: Sequence[str], videos: Sequence[str]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.progress import Progress
 from toolkit.base.user_path import user_path
 from toolkit.commands.app.own_families import to_type

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Annotated
 
 import typer
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.commands.options import with_flags
 from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.configs.option import option

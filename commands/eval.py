@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.progress import Progress
 from toolkit.commands.app.groups import new_app
 from toolkit.commands.eval_haystack import MODEL, answered, needle, opened, passkey

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.progress import Progress
 from toolkit.base.user_path import user_path
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags

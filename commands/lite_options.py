@@ -6,7 +6,7 @@ import functools
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 
 from toolkit.base.figures import rise, written
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.commands.app.own_families import to_type
 from toolkit.commands.options import with_flags
 from toolkit.commands.output import say, stdout, table, write_json

@@ -12,13 +12,13 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import IO, TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.checks import number
 from toolkit.configs.engine import CommonEngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.lmdeploy import FLAGS, notice, stepped_over

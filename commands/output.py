@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from toolkit.artifacts.json_file import finite
 from toolkit.base.figures import written
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from toolkit.engine.process.frontend import AsyncEngine
 
 
@@ -37,6 +37,9 @@ def say(line: str, console: Console | None = None, style: str | None = None) -> 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A Rich table; the first column is left-aligned text, numbers align right. All of it is plain text, brackets and
     all."""
+    from rich.table import Table  # what shows none does without
+    from rich.text import Text
+
     made = Table(title=Text(title, style="table.title"), title_justify="left", header_style="bold")
     data = [[_cell(c) for c in row] for row in rows]
     for i, name in enumerate(columns):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.progress import Progress
 from toolkit.commands.options import json_object, with_flags
 from toolkit.commands.output import say, stdout, table, write_json

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "messages": {"base", "configs", "errors"},
     "kernels": set(),
     "templates": set(),
-    "parsers": {"errors"},
+    "parsers": {"base", "errors"},
     "box": {"base"},
     "artifacts": {"models", "templates", "box"} | BASE,
     "models": BASE,

@@ -6,9 +6,10 @@ can be had from here too, as LMDeploy has it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import Any, Literal
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import read
 from toolkit.configs.checks import named
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig

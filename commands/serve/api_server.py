@@ -18,7 +18,9 @@ from toolkit.serve.http.limits import Limits
 from toolkit.serve.options import KEYS, ServerSettings, split_keys
 
 if TYPE_CHECKING:
+    from toolkit.chat.renderer import Renderer
     from toolkit.configs.engine import EngineConfig
+    from toolkit.engine.process.process_loop import Child
 
 
 @with_lmdeploy_flags("serve api_server")
@@ -62,6 +64,8 @@ def run(
 
 def serve_one(model: str, settings: ServerSettings, engine: EngineFlags, config: EngineConfig) -> None:
     """Serve ``model``, with what there is to say on standard error."""
+    # What runs beside the server imports its own while this process imports the server, which takes longest.
+    child, renderer = _begun(config)
     from toolkit.serve import run
 
     told = partial(say, style="dim")
@@ -72,15 +76,33 @@ def serve_one(model: str, settings: ServerSettings, engine: EngineFlags, config:
         say(f"HINT:    The server is ready; {hint}{url}")
         say(f"INFO:    Uvicorn running on {url} (Press CTRL+C to quit)")
 
-    run.serve(
-        model,
-        settings,
-        engine_config=config,
-        chat_template=engine.chat_template,
-        packed=engine.packed(config, told),
-        progress=told,
-        ready=ready,
-    )
+    try:
+        run.serve(
+            model,
+            settings,
+            engine_config=config,
+            chat_template=engine.chat_template,
+            packed=engine.packed(config, told),
+            engine_child=child,
+            renderer=renderer,
+            progress=told,
+            ready=ready,
+        )
+    finally:
+        if child is not None:
+            child.kill()  # which has ended, unless the server never came to open an engine
+
+
+def _begun(config: EngineConfig) -> tuple[Child | None, Renderer]:
+    """The processes of the engine and of templates."""
+    from toolkit.chat.renderer import Renderer
+    from toolkit.engine.load.ranks import leads
+    from toolkit.engine.process.process_loop import Child
+
+    renderer = Renderer()
+    child = Child() if leads(config) else None
+    renderer.start()
+    return child, renderer
 
 
 def serve_several(models: list[str], settings: ServerSettings, config: EngineConfig, chat_template: str | None) -> None:

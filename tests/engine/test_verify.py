@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,18 @@ def test_whole_tensors_are_not_complained_about(engine: Path, tmp_path: Path) ->
     assert thread is not None
     thread.join(60)
     assert told == [] and verify_tensors(tmp_path, told.append) is None
+
+
+def test_it_is_done_at_the_priority_of_the_rest(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others keep the processors busy a thread of the lowest one, which may hold Python's lock, gets no core for
+    seconds, and the process ends no sooner than it."""
+    found: list[int] = []
+    look = lambda seconds: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))  # noqa: E731
+    monkeypatch.setattr("toolkit.engine.load.verify.time.sleep", look)
+    thread = verify_tensors(engine, lambda line: None)
+    assert thread is not None
+    thread.join(60)
+    assert set(found) == {os.getpriority(os.PRIO_PROCESS, 0)}
 
 
 def test_a_file_that_is_replaced_later_is_another_file(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

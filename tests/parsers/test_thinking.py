@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import UsageError
-from toolkit.parsers import registry
+from toolkit.parsers import registry, thinking
 from toolkit.parsers.pieces import Answer
 
 CALL = '<tool_call>{"name": "now"}</tool_call>'
@@ -127,5 +127,5 @@ def test_every_format_of_ours_lmdeploy_and_vllm_has_a_name() -> None:
     ],
 )
 def test_the_template_says_how_thoughts_are_marked(source: str, name: str | None) -> None:
-    found = registry.spot_reasoning(source)
+    found = thinking.spot_reasoning(source)
     assert (found.name if found else None) == name

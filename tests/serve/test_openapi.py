@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import urllib.error
 import urllib.request
 from typing import Any
@@ -125,6 +126,8 @@ def test_answers_and_errors_are_as_documented(start: Any) -> None:
     assert set(document["paths"]) <= tested | rest
     named = {"ChatCompletionRequest", "CompletionRequest", "EmbeddingsRequest", "GenerateRequest"}
     assert named <= set(document["components"]["schemas"])  # by which clients generated for LMDeploy know them
+    referred = set(re.findall('"#/components/schemas/([^"]+)"', json.dumps(document)))
+    assert referred <= set(document["components"]["schemas"])
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/embeddings"])

@@ -43,9 +43,10 @@ from toolkit.runners.native.library import available
 from toolkit.serve.app import create_app
 from toolkit.serve.options import ServerSettings
 from toolkit.vision.clip import Clip
-from toolkit.vision.eyes import Eyes, media_sampling
+from toolkit.vision.eyes import Eyes
 from toolkit.vision.images import Rules, Sampling
 from toolkit.vision.kept import Kept
+from toolkit.vision.sampling import media_sampling
 from toolkit.vision.video_job import choose
 from toolkit.vision.videos import Reader, of_frames
 from toolkit.vl import load_video

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import Manifest, read_manifest
 from toolkit.base.figures import rise
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import later, plain, read
 from toolkit.base.whole_file import write_whole
 from toolkit.errors import ToolkitError

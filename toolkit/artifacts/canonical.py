@@ -7,13 +7,14 @@ number of output features (rows), ``in`` the number of input features. Weights a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from toolkit.artifacts.streams import places
+from toolkit.base.lazy_dataclass import dataclass
 
 
 class ByRow:

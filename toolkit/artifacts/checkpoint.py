@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from toolkit.artifacts.quantization import with_quantization
 from toolkit.artifacts.weight_files.find import INDEX, file_headers, find_weights
 from toolkit.artifacts.weight_files.meta_llama import is_meta_llama, open_meta_llama
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import find_family
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import Manifest, check_files, hub_origin, read_manifest
 from toolkit.artifacts.weight_files.find import PICKLED, gguf_parts
 from toolkit.base.figures import rise, written
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.eyes.vision import VisionSpec
 from toolkit.models.registry import language_fields
 

@@ -67,14 +67,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_depth(data: Any, what: str) -> None:
-    level = [data]
+    level = [data] if type(data) in (dict, list) else []
     for _ in range(MAX_DEPTH):
         level = [
             inner
             for outer in level
-            if isinstance(outer, (dict, list))
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, (dict, list))
+            for inner in (outer.values() if type(outer) is dict else outer)
+            if type(inner) in (dict, list)  # the parser makes no others
         ]
         if not level:
             return

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.json_file import finite, read_json, write_json_object
 from toolkit.artifacts.weight_files.find import gguf_name, gguf_parts, pickled_weights
 from toolkit.artifacts.weight_files.safetensors_file import MAX_HEADER
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import later, plain, read
 from toolkit.errors import ToolkitError
 

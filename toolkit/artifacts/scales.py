@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ import numpy as np
 
 from toolkit.artifacts.manifest import scales_file
 from toolkit.artifacts.weight_files.safetensors_file import map_arrays, read_metadata, write_tensors
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError, UsageError
 
 if TYPE_CHECKING:

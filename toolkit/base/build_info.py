@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
+
+from toolkit.base.lazy_dataclass import dataclass
 
 PACKAGE = Path(__file__).resolve().parents[1]
 FILE = "_build.json"  # beside the package's __init__.py; setup.py writes it into wheels and source distributions

@@ -6,7 +6,6 @@ import sys
 import time
 from collections import deque
 from functools import cached_property
-from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -97,6 +96,8 @@ class Progress:
             if now - then >= CHUNK or not self._chunks:
                 self._chunks.append((now - then) / (done - before))
                 self._last = (now, done)
+        from statistics import median  # and fractions: not by every command's start
+
         return median(self._chunks) if self._chunks else None
 
     def _complete(self) -> None:

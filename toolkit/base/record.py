@@ -84,14 +84,19 @@ def _reader(tp: Any, others: bool) -> Callable[[Any], Any]:
 
 
 def _record(kind: Any, others: bool) -> Callable[[Any], Any]:
-    hints, own = get_type_hints(kind), [f for f in dataclasses.fields(kind) if f.init]
-    fields = {f.name: _reader(hints[f.name], others) for f in own}
-    nothing = dataclasses.MISSING
-    needed = {f.name for f in own if f.default is nothing and f.default_factory is nothing}
+    @functools.cache
+    def declared() -> tuple[dict[str, Callable[[Any], Any]], set[str]]:
+        """Readers of the fields, and those that are needed: once there is an object, for of a union's records, which
+        have unions of records, most are never met."""
+        hints, own = get_type_hints(kind), [f for f in dataclasses.fields(kind) if f.init]
+        nothing = dataclasses.MISSING
+        needed = {f.name for f in own if f.default is nothing and f.default_factory is nothing}
+        return {f.name: _reader(hints[f.name], others) for f in own}, needed
 
     def read(value: Any) -> Any:
         if not isinstance(value, dict):
             raise _Wrong(f"expected an object, found {_short(value)}")
+        fields, needed = declared()
         made = {}
         for name, item in value.items():
             field = fields.get(name)

@@ -8,11 +8,11 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import read
 from toolkit.batch.blocks import Desk, Found, Given
 from toolkit.batch.options import BatchSettings

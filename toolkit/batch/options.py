@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.option import option, same_option
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.openai.batches.urls import CHAT, PROMPTED

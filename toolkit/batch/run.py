@@ -8,10 +8,10 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.batch.filling import Filler
 from toolkit.batch.options import BatchSettings, Filling
 from toolkit.batch.rows import open_source

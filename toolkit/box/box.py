@@ -18,10 +18,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from toolkit.base import child_process
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.box import child, frames
 
 FORK_S = 5.0  # seconds that a child has to end after its fork

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from toolkit import templates
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import read
 from toolkit.configs.checks import nearest
 from toolkit.errors import UsageError
@@ -53,7 +53,7 @@ class Builtin:
 
     def source(self) -> str:
         """The Jinja text that renders it."""
-        return files("toolkit.templates").joinpath(self.template).read_text(encoding="utf-8")
+        return _text(self.template)
 
     def variables(self) -> dict[str, Any]:
         """What the generic template calls ``pieces``. Tool answers look like user turns unless told otherwise."""
@@ -64,10 +64,14 @@ class Builtin:
         return made
 
 
+def _text(file: str) -> str:
+    """Of one of the package's data files."""
+    return (Path(templates.__file__).parent / file).read_text(encoding="utf-8")
+
+
 def load() -> list[Builtin]:
     """All built-in templates, in the order in which their patterns are tried."""
-    text = files("toolkit.templates").joinpath("index.json").read_text(encoding="utf-8")
-    return [read(Builtin, entry) for entry in json.loads(text)]
+    return [read(Builtin, entry) for entry in json.loads(_text("index.json"))]
 
 
 def find(name: str) -> Builtin | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.json_file import read_json_object
-from toolkit.artifacts.output.result_file import check_json, write_text
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.chat import settings
 from toolkit.chat.messages import Message, normalise
 from toolkit.configs.generation import TYPED, GenerationConfig
@@ -67,6 +67,8 @@ class Conversation:
     def save(self, file: Path, model: str, asked: str = "/save") -> None:
         """Write model, system text, messages and settings as JSON; a file that holds anything else than an earlier
         conversation stays. ``asked``: what asked for it. Raises UsageError, ToolkitError where the disk is full."""
+        from toolkit.artifacts.output.result_file import check_json, write_text  # for the few who save
+
         check_json(asked, file, ("model", "system", "messages", "settings"))
         data = {
             "model": model,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.text.written import Names
+from toolkit.base.lazy_dataclass import dataclass
 
 _TEXT = r"""(?:'([^'\\]*)'|"([^"\\]*)")"""
 _LOOKED_FOR = re.compile(

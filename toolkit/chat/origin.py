@@ -6,18 +6,20 @@ import dataclasses
 import logging
 import os
 import re
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.chat import builtin
 from toolkit.chat.custom import MODELS
 from toolkit.errors import UsageError
 from toolkit.messages import ChatTemplateConfig
-from toolkit.parsers import registry
-from toolkit.parsers.formats import ReasoningFormat, ToolFormat
+from toolkit.parsers.thinking import spot_reasoning
+
+if TYPE_CHECKING:
+    from toolkit.parsers.formats import ReasoningFormat, ToolFormat
 
 JINJA, JSON = (".jinja", ".jinja2", ".j2"), ".json"  # how the name of a file with a template ends
 log = logging.getLogger(__name__)
@@ -54,12 +56,16 @@ class Origin:
     def tool_format(self) -> ToolFormat | None:
         """How its source has a model call tools."""
         source = self.sources.get("tool_use", self.sources.get("default", ""))
-        return None if self.pieces is not None or "tools" not in source else registry.spot_tools(source)
+        if self.pieces is not None or "tools" not in source:
+            return None
+        from toolkit.parsers import registry  # of twenty ways of calling, for who asks
+
+        return registry.spot_tools(source)
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
         """How its source has a model think."""
-        return None if self.pieces is not None else registry.spot_reasoning(self.sources.get("default", ""))
+        return None if self.pieces is not None else spot_reasoning(self.sources.get("default", ""))
 
 
 def choose(tokenizer: Tokenizer, model_path: str | Path, config: ChatTemplateConfig | str | None) -> Origin:

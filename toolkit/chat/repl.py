@@ -7,10 +7,10 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.user_path import user_path
 from toolkit.chat import settings
 from toolkit.chat.conversation import Conversation

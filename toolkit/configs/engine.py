@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.checks import allowed, named, number, shown, switches
 from toolkit.configs.limits import Bounds
 from toolkit.configs.lmdeploy import check_fields, known_as

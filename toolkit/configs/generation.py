@@ -7,10 +7,11 @@ Flags, ``/set``, HTTP requests and the Python API read names, types, bounds, def
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.checks import bounded, is_token, list_of, named, only_defaults, shown, switches, words_of
 from toolkit.configs.limits import (
     GREEDY_BELOW,
@@ -104,9 +105,7 @@ class GenerationConfig:
     random_seed: int | None = _told(  # a negative one stands for its 64 bits
         None, "The same seed draws the same answer.", Bounds(-(1 << 63), SEED_MAX, "uint64"), spelled="seed", typed=True
     )
-    stop_words: list[str] | None = _told(  # noqa: RUF009
-        None, "Text that ends the answer; repeatable.", spelled="stop", typed=True
-    )
+    stop_words: list[str] | None = _told(None, "Text that ends the answer; repeatable.", spelled="stop", typed=True)
     bad_words: list[str] | None = None
     stop_token_ids: list[int] | None = None
     bad_token_ids: list[int] | None = None

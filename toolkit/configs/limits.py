@@ -6,8 +6,9 @@ is refused where it arrives, not in the midst of a step that others share.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from toolkit.base.lazy_dataclass import dataclass
 
 Kind = Literal["float32", "int32", "int64", "uint64"]
 

@@ -9,9 +9,10 @@ of the configs' fields, notices, the names that a wrong one is held against, and
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Literal
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
 from toolkit.errors import UsageError

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.ray import check_ray
 from toolkit.configs.option import option, spelled
 from toolkit.errors import UsageError

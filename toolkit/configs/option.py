@@ -4,9 +4,10 @@ Python callers pass and what a manifest holds; ``commands/options.py`` shows it 
 from __future__ import annotations
 
 import re
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, field, fields
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.limits import Bounds
 from toolkit.errors import UsageError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -27,6 +27,7 @@ from toolkit.artifacts.source import resolve_adapters, resolve_model
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weight_files.safetensors_file import read_header
 from toolkit.artifacts.weights import cache_scales, iter_canonical, left_out, tensor_names, validate_checkpoint
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.engine import DTYPES
 from toolkit.convert.cache_gate import measure_cache
 from toolkit.convert.options import Packing

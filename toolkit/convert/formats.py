@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from toolkit.artifacts.weights import (
     left_out,
     validate_checkpoint,
 )
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.engine import DTYPES
 from toolkit.convert.weights import ROUNDED, Progress, Work, least_bytes, without_scales, write_weights
 from toolkit.errors import ToolkitError, UsageError

@@ -15,7 +15,6 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import IO
@@ -24,8 +23,7 @@ from toolkit import __version__
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import MANIFEST, check_files, content_files, describe_parent, read_manifest
-from toolkit.artifacts.output.partial import discard_partial
-from toolkit.artifacts.output.stage import open_stage
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.engine import EngineConfig, PytorchEngineConfig
 from toolkit.convert.settle import boot, may_be_torn, settle
 from toolkit.errors import ToolkitError, UsageError
@@ -137,6 +135,8 @@ def sweep() -> None:
     """Delete what killed packings and removals have left."""
     for left in cache_dir().glob(".*.removed-*"):
         shutil.rmtree(left, ignore_errors=True)
+    from toolkit.artifacts.output.partial import discard_partial
+
     for left in cache_dir().glob(".*.partial"):
         discard_partial(left.with_name(left.name[1:].removesuffix(".partial")))
 
@@ -165,6 +165,7 @@ def _open(entry: Path) -> Place | None:
 def _pack(path: Path, stamp: str, limit: float, tell: Callable[[str], None]) -> Place:
     from toolkit.artifacts.checkpoint import open_checkpoint
     from toolkit.artifacts.drafts.mtp import mtp_or_none
+    from toolkit.artifacts.output.stage import open_stage
     from toolkit.artifacts.weights import cache_scales, iter_canonical, tensor_names, validate_checkpoint
     from toolkit.convert.convert import write_packed
     from toolkit.convert.targets import Bits, choose_target

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.engine.artifact import TORCH_TARGET, Arrays
 from toolkit.artifacts.engine.torch_target import pack_torch
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.output.stage import Stage
 from toolkit.artifacts.text_head import own_modules
 from toolkit.artifacts.weights import as_stored, cache_scales, is_present, load_stored, split_parts
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import DecoderSpec, StoredTensor
 

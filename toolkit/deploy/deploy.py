@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 import sysconfig
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from toolkit.artifacts.manifest import content_files, describe_parent, title
 from toolkit.artifacts.output.stage import open_stage
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.weight_files.find import gguf_name
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.deploy import ray_serve
 from toolkit.deploy.facts import GRACE, Artifact, Memory, form_at, open_artifact, plan_memory
 from toolkit.deploy.options import Deployment, name_of

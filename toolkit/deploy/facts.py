@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import Manifest, read_manifest
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.deploy.options import Deployment
 from toolkit.engine.load.memory_plan import SAFE_SHARE, MemoryPlan, Wishes, plan
 from toolkit.engine.load.share_out import picture_patches, step_tokens

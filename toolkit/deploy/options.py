@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.option import check_ranges, option, read_size
 from toolkit.errors import UsageError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from toolkit.base.lazy_dataclass import dataclass
 
 OURS = ("engine", "hf", "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "modelopt", "w8a8", "fp8",
         "mxfp4", "trellis", "gguf")  # fmt: skip

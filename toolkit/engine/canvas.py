@@ -9,11 +9,12 @@ with masks are overwritten by the next pass. Source: Cheng et al., "SDAR" (arXiv
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.unmasking import Unmasking
 
 PASS_BITS = 40  # a draw's position: that of its token in the low bits, above them the pass

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.speculative import Speculation
 from toolkit.configs.unmasking import Unmasking
 

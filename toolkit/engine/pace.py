@@ -8,7 +8,6 @@ slowly, so that the budget follows other processes, other adapters and longer co
 from __future__ import annotations
 
 import math
-from statistics import median
 
 from toolkit.engine.plan import Plan
 
@@ -179,6 +178,8 @@ class Free:
             if len(times) == LOOKS:
                 self.tokens *= 2
             return
+        from statistics import median  # and fractions: not by every command's start
+
         before = median(self._times[self._half])
         costly = len(times) == 2 and min(times) > DEAR * before
         if costly or len(times) == LOOKS:

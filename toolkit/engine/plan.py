@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.cache.block_manager import BlockManager
 from toolkit.engine.sequence import Sequence
 

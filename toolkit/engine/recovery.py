@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.plan import Plan
 from toolkit.engine.scheduler import Scheduler
 from toolkit.engine.sequence import Sequence

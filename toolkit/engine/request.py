@@ -4,9 +4,10 @@ another process than the front end. Text, templates and stop strings are the fro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.eyes.pictures import Picture
 from toolkit.runners.step import Draw
 

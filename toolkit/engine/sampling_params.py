@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from toolkit.configs.generation import PARAMETERS, GenerationConfig
 from toolkit.configs.limits import SEED_MAX
 from toolkit.engine.constraints.grammar_cost import check_cost
-from toolkit.engine.constraints.grammar_format import check_format
 from toolkit.engine.request import Filters, SamplingParams
 from toolkit.runners.step import Draw
 
@@ -28,6 +27,8 @@ def resolve(config: GenerationConfig, tokenizer: Tokenizer, prompt_len: int, ses
     config.validate()
     form = config.response_format
     if form is not None:
+        from toolkit.engine.constraints.grammar_format import check_format
+
         check_format(form)
         check_cost(form)
     left = max(1, session_len - prompt_len)

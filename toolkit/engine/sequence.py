@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.canvas import Canvas
 from toolkit.engine.constraints.ngrams import RepeatedNgrams
 from toolkit.engine.pictures.spans import Span

@@ -9,11 +9,12 @@ is: between two short steps every array counts.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.cache.block_manager import BlockManager
 from toolkit.engine.canvas import PASS_BITS
 from toolkit.engine.drafts.along import Place, places

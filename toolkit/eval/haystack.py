@@ -13,9 +13,9 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.checks import number
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.eval.tasks import CITIES, GARBAGE, PEOPLE, hidden_key, is_key

@@ -13,10 +13,11 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.measure.text import heldout_text
 
 COUNT = 100  # items of a task where no limit is given

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
 from toolkit.models.eyes.mmproj import Mmproj

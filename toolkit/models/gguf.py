@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal, Protocol, TypeVar
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import ACTIVATIONS, MAX_LAYERS
 from toolkit.models.spec import Activation, DecoderSpec, LayerSpec

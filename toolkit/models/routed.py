@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from toolkit.base.lazy_dataclass import dataclass
 
 ROUTED = "vision.routed."  # how names of their tensors begin
 

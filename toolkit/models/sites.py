@@ -10,10 +10,11 @@ channel by channel).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec import (
     AttentionSpec,
     CrossSpec,

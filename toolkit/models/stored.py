@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.config.dims import Dims
 from toolkit.models.spec import DecoderSpec, LayerSpec, NormSpec, Part, Rows, StoredTensor
 

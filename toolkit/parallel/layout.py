@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import UsageError
 
 WORLD_SIZE = "WORLD_SIZE"  # torchrun's

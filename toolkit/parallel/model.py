@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from toolkit.artifacts.adapters.adapter import LowRank
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import read
 from toolkit.errors import UsageError
 from toolkit.models.registry import from_files

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -25,6 +25,7 @@ from typing import Any
 from toolkit import __version__
 from toolkit.artifacts.alike import fingerprint
 from toolkit.base import child_process
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import plain
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.parallel import wire

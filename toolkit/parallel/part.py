@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from toolkit.artifacts.adapters.adapter import LowRank
 from toolkit.artifacts.canonical import Weight
 from toolkit.artifacts.scales import Scales
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.routed import Routed, routed_tensors
 from toolkit.models.spec import Cut, DecoderSpec, LayerSpec, Share, Unit, Units, portion
 from toolkit.parallel.balance import Held, evenly

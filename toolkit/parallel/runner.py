@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import plain
 from toolkit.base.threads import usable_cores
 from toolkit.errors import ToolkitError, UsageError

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from toolkit.base.lazy_dataclass import dataclass
 
 Functions = Mapping[str, Mapping[str, Any]] | None  # name -> JSON schema of its parameters; None: any name will do
 Style = Literal["json", "qwen_xml", "minimax_xml", "deepseek_xml", "glm_xml"]  # of arguments, as xgrammar calls them
@@ -94,3 +95,11 @@ class ReasoningFormat:
     def visible(self) -> tuple[str, ...]:
         """Marks that have to be shown where they are special tokens."""
         return (*self.begins, *self.ends, *self.drop)
+
+
+F = TypeVar("F", bound=ToolFormat | ReasoningFormat)
+
+
+def spotted(template: str, formats: Sequence[F]) -> F | None:
+    """The first of ``formats`` whose signs stand in a chat template, None where none's do."""
+    return next((form for form in formats if any(all(sign in template for sign in row) for row in form.signs)), None)

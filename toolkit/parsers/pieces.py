@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal, Protocol
+
+from toolkit.base.lazy_dataclass import dataclass
 
 Kind = Literal["content", "reasoning", "call", "arguments"]
 

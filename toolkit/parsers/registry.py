@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from toolkit.errors import UsageError
 from toolkit.parsers import thinking
-from toolkit.parsers.formats import Functions, ReasoningFormat, ToolFormat, Written
+from toolkit.parsers.formats import Functions, ReasoningFormat, ToolFormat, Written, spotted
 from toolkit.parsers.guided import Guided
 from toolkit.parsers.harmony import Harmony
 from toolkit.parsers.marked import Marked
@@ -75,12 +75,7 @@ def reasoning_format(name: str) -> ReasoningFormat:
 
 def spot_tools(template: str) -> ToolFormat | None:
     """How models with this chat template write calls, None where that is not known."""
-    return _spotted(template, TOOLS)
-
-
-def spot_reasoning(template: str) -> ReasoningFormat | None:
-    """How models with this chat template write thoughts, None where they write none or that is not known."""
-    return _spotted(template, REASONING)
+    return spotted(template, TOOLS)
 
 
 def open_parser(
@@ -127,7 +122,3 @@ def _named(option: str, name: str, formats: Sequence[F]) -> F:
 
 def _spelled(name: str) -> str:
     return name.lower().replace("-", "_").replace(".", "_")
-
-
-def _spotted(template: str, formats: Sequence[F]) -> F | None:
-    return next((form for form in formats if any(all(sign in template for sign in row) for row in form.signs)), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from toolkit.parsers.formats import ReasoningFormat
+from toolkit.parsers.formats import ReasoningFormat, spotted
 from toolkit.parsers.pieces import Piece, Reader, unfinished
 
 Begun = Literal["open", "closed"] | None  # the prompt ends within a thought, or behind one; None: it does neither
@@ -93,6 +93,11 @@ FORMATS = (
     ),
     ReasoningFormat("deepseek_r1", *_THINK, aliases=("step3", "deepseek"), open=True),
 )  # fmt: skip
+
+
+def spot_reasoning(template: str) -> ReasoningFormat | None:
+    """How models with this chat template write thoughts, None where they write none or that is not known."""
+    return spotted(template, FORMATS)
 
 
 class Thinking:

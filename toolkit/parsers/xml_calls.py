@@ -6,9 +6,9 @@ import ast
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.parsers.formats import Call, Functions
 from toolkit.parsers.json_calls import arguments_of, as_arguments, known
 

@@ -6,10 +6,10 @@ import logging
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.engine.request import Only
 from toolkit.engine.text.stream import Asked

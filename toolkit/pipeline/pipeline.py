@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
-from toolkit.artifacts.weight_files.new_weight_files import WeightFiles, Weights
 from toolkit.base.progress import Progress
 from toolkit.chat import settings
 from toolkit.chat.messages import Message
@@ -39,12 +38,12 @@ from toolkit.pipeline.jobs import Job, JobRunner, jobs_of, shape, turn
 from toolkit.pipeline.prompts import Prompt, as_batch
 from toolkit.pipeline.reader import Reader
 from toolkit.pipeline.session import Session
-from toolkit.vision.eyes import media_sampling
 from toolkit.vision.fetch import Fetching
 from toolkit.vision.images import Rules, as_url
-from toolkit.vision.videos import video_url
+from toolkit.vision.sampling import media_sampling
 
 if TYPE_CHECKING:
+    from toolkit.artifacts.weight_files.new_weight_files import Weights
     from toolkit.serve.http.limits import Limits
     from toolkit.serve.openai.batches.loop import Tally
 
@@ -283,6 +282,8 @@ class Pipeline:
         """Likewise of a video, which is not decoded yet."""
         if self.reader.eyes is None or self.reader.eyes.recipe.video is None:
             raise UsageError(f"video: {self.model_path} takes no videos; load a model that does, or show it images")
+        from toolkit.vision.videos import video_url
+
         return video_url(source)
 
     def get_ppl(self, input_ids: list[int] | list[list[int]]) -> list[float]:
@@ -369,6 +370,8 @@ class Pipeline:
         they cannot be used; the old ones stay.
         """
         self._check_open()
+        from toolkit.artifacts.weight_files.new_weight_files import WeightFiles
+
         self.engine.weights.update(WeightFiles.of(weights), mode)
 
     def close(self) -> None:

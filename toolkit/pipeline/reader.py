@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from toolkit.artifacts.recipe import open_recipe
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat.messages import Message
 from toolkit.chat.renderer import Renderer
@@ -16,8 +17,10 @@ from toolkit.messages import ChatTemplateConfig
 from toolkit.models.eyes.pictures import Picture
 from toolkit.pipeline.prompts import Prompt
 from toolkit.pipeline.session import Session
-from toolkit.vision.eyes import Eyes
 from toolkit.vision.images import Rules
+
+if TYPE_CHECKING:
+    from toolkit.vision.eyes import Eyes
 
 logger = logging.getLogger("toolkit")
 
@@ -52,8 +55,12 @@ class Reader:
     ) -> Reader:
         """That of an engine's model. ``rules``: what prompts may name as pictures. Raises ToolkitError, UsageError."""
         tokenizer, session_len = engine.tokenizer, engine.session_len
-        eyes = None if engine.blind else Eyes.open(tokenizer.path, rules, session_len)
-        picture = None if eyes is None else eyes.recipe.written
+        eyes, recipe = None, None if engine.blind else open_recipe(tokenizer.path)
+        if recipe is not None:
+            from toolkit.vision.eyes import Eyes  # and what decodes, which a model that reads text alone does without
+
+            eyes = Eyes.of(recipe, rules, session_len)
+        picture = None if recipe is None else recipe.written
         template = ChatTemplate.open(tokenizer, model_path, chat_template, renderer, picture)
         templates = ChatTemplate.of_adapters(engine.adapters.names, tokenizer, model_path, template.picture)
         return cls(tokenizer, template, templates, eyes, max_log_len)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 from uuid import uuid4
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.messages import GenerationConfig, Response
 from toolkit.vision.parts import user_content
 

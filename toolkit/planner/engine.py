@@ -10,12 +10,13 @@ import math
 import random
 from collections import deque
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.cache.block_manager import blocks_for
 from toolkit.engine.feeding import RUSH
 from toolkit.engine.pace import HASTY, LONG_STEP, SERVED, SHARED, Pace

@@ -6,12 +6,13 @@ import math
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 
 import numpy as np
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.planner.engine import BLOCK, Engine, Job, Limits
 from toolkit.planner.step_time import StepTime
 from toolkit.planner.traffic import Ask

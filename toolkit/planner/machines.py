@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.json_file import read_json
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.planner.engine import Limits
 from toolkit.planner.fit import fit, read_profile

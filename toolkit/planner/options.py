@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.option import check_ranges, option
 from toolkit.errors import UsageError
 from toolkit.planner.fleet import Around

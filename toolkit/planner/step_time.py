@@ -10,11 +10,12 @@ products, and both cost more the more tokens there are. No coefficient is negati
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+
+from toolkit.base.lazy_dataclass import dataclass
 
 Features = NDArray[np.float64]
 

@@ -7,7 +7,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.base.arrivals import poisson_starts
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import UsageError
 
 # A trace's columns: ours, then what vLLM's, Mooncake's and Azure's traces call them.

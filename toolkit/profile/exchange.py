@@ -8,10 +8,12 @@ import ssl
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from urllib.parse import urlsplit
 
 import h11
+
+from toolkit.base.lazy_dataclass import dataclass
 
 LAST_CHUNK = b"0\r\n\r\n"
 HEAD_BYTES = 1 << 20

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 import h11
 import httpx2 as httpx
 
 from toolkit.base.address import split_address
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.tls import checking, why
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.profile.exchange import Exchange, post

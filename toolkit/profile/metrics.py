@@ -11,11 +11,12 @@ Definitions (those of LMDeploy's and SGLang's benchmarks):
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import numpy as np
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.profile.options import LATENCIES
 
 

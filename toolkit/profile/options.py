@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.generation import GenerationConfig
 from toolkit.configs.option import check_ranges, option
 from toolkit.errors import UsageError

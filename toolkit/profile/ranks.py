@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.engine import EngineConfig
 from toolkit.engine.load.setup import Packed
 from toolkit.engine.process.frontend import AsyncEngine

@@ -6,11 +6,11 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.base.arrivals import poisson_starts
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import UsageError
 from toolkit.profile.drawings import data_url, drawings
 from toolkit.profile.exchange import Exchange

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.base.arrivals import poisson_starts
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.engine import EngineConfig
 from toolkit.engine.load.setup import Packed
 from toolkit.engine.process.frontend import AsyncEngine

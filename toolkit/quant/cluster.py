@@ -6,7 +6,6 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.alike import fingerprint
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.ray_cluster import connect, why
 from toolkit.configs.on_ray import OnRay
 from toolkit.errors import ToolkitError

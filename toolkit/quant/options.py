@@ -4,8 +4,8 @@ what Python callers pass; nothing heavy is imported here."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.engine import CommonEngineConfig, TurbomindEngineConfig
 from toolkit.configs.on_ray import OnRay
 from toolkit.configs.option import option, same_option

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.sites import Site, layer_sites, writers
 from toolkit.models.spec import LayerSpec, LinearSpec
 from toolkit.quant.layers.along import width

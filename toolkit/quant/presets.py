@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import UsageError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from toolkit.artifacts.output.replace import check_directory_target
 from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import Stage, open_stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.user_path import user_path
 from toolkit.configs.option import show_size
 from toolkit.errors import UsageError

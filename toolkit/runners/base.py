@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.eyes.pictures import Picture
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.step import StepBatch, StepOutput

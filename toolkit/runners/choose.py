@@ -10,12 +10,13 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.checkpoint import has_weights
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.engine import LOAD_FORMATS
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import DecoderSpec, StoredTensor

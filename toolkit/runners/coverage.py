@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from toolkit.artifacts.formats import FORMATS
 from toolkit.artifacts.gguf.metadata import spelling
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.models.eyes.mmproj import Mmproj
 from toolkit.models.family import Family

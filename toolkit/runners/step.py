@@ -8,10 +8,12 @@ dtype stated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from toolkit.base.lazy_dataclass import dataclass
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]

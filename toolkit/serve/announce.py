@@ -7,13 +7,13 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
 from toolkit.base import tls
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.serve.proxy.nodes import UNSEEN, checked
 
 logger = logging.getLogger("toolkit.serve")

@@ -140,7 +140,7 @@ def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
         return card_of(name)
 
     healthy = answered("200 when the engine can take requests, 503 when not; needs no key", Health)
-    healthy["responses"][503] = {"model": Health, "description": "It cannot"}
+    healthy["responses"][503] = healthy["responses"][200] | {"description": "It cannot"}
 
     @app.head("/health", include_in_schema=False)
     @app.get("/v1/health", include_in_schema=False)  # as llama.cpp has it, too

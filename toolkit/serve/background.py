@@ -18,10 +18,11 @@ import subprocess
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import MISSING, Field, asdict, dataclass, fields, replace
+from dataclasses import MISSING, Field, asdict, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.base import child_process, tls
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import plain, read
 from toolkit.chat.custom import MODELS
 from toolkit.configs.checks import nearest

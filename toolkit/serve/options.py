@@ -4,9 +4,10 @@ of ``toolkit.serve()``, and what the application works by."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.option import OR_NAME, PATH, option, same_option, spelled
 from toolkit.errors import UsageError
 from toolkit.serve.http.access.proxies import Proxies
@@ -193,7 +194,7 @@ class ServerSettings:
                 if found > images:
                     raise UsageError(f"{LIMIT}: expected {kind} of at most {images} (--max-images), found {found}")
         if self.media_io_kwargs is not None:
-            from toolkit.vision.eyes import media_sampling
+            from toolkit.vision.sampling import media_sampling
 
             name, most = spelled("media_io_kwargs"), self.limits.max_video_frames
             count = media_sampling(self.media_io_kwargs, name=name).num_frames

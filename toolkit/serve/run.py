@@ -10,7 +10,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from toolkit.artifacts.recipe import open_recipe
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.settings import describe
 from toolkit.chat.template import ChatTemplate

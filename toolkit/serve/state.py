@@ -7,10 +7,11 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.option import spelled
 from toolkit.engine.nap import ASLEEP, EMPTY, UPDATING
 from toolkit.engine.pooling import Head
@@ -24,9 +25,10 @@ from toolkit.serve.http.sharing.places import Places, may_join
 from toolkit.serve.lmdeploy.talks import Talks
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.watch.metrics import ServerMetrics
-from toolkit.vision.eyes import media_limits, media_sampling
+from toolkit.vision.eyes import media_limits
 from toolkit.vision.fetch import Fetching
 from toolkit.vision.images import Rules
+from toolkit.vision.sampling import media_sampling
 
 if TYPE_CHECKING:
     from toolkit.artifacts.weight_files.new_weight_files import WeightFiles

@@ -7,9 +7,10 @@ import binascii
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import UsageError
 from toolkit.vision.headers import BEGINNING, header
 from toolkit.vision.images import Rules, read_bytes

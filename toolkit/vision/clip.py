@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 from numpy.typing import NDArray
+
+from toolkit.base.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True, eq=False)

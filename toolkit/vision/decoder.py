@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import plain
 from toolkit.box.box import Box, Limits
 from toolkit.box.box import Ticket as Ticket  # for those who call it off

@@ -7,13 +7,14 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.artifacts.text.written import Written
 from toolkit.base import extras
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.box.box import Ticket
 from toolkit.configs.option import spelled as flag
 from toolkit.errors import BusyError, UsageError
@@ -23,16 +24,16 @@ from toolkit.vision.asked import Asked, Fetched
 from toolkit.vision.clip import Clip
 from toolkit.vision.decoder import Decoder
 from toolkit.vision.decoding import GIVEN_UP
-from toolkit.vision.images import Rules, Sampling, is_url, open_image
+from toolkit.vision.images import Rules, is_url, open_image
 from toolkit.vision.kept import Kept, key
 from toolkit.vision.parts import is_picture, is_video, parts_of, source_of
 from toolkit.vision.recipes import prepare
+from toolkit.vision.sampling import media_sampling, sampling_of
 from toolkit.vision.spelling import spelled
 from toolkit.vision.videos import watch
 
 # Tiles, as LMDeploy has them; OpenAI's "original" keeps all that there is.
 DETAIL = {"low": 6, "medium": 12, "high": MOST_TILES, "original": MOST_TILES}
-MOST_FPS = 120
 LIMIT = flag("limit_mm_per_prompt")
 # Options of a single picture → kind of recipe that knows them, its field.
 OPTIONS = {
@@ -58,8 +59,13 @@ class Eyes:
     def open(cls, directory: Path, rules: Rules | None = None, max_tokens: int | None = None) -> Eyes | None:
         """Those of the model in a directory; None where it reads text alone. Raises ToolkitError for a config that
         cannot be."""
-        recipe, rules = open_recipe(directory), rules or Rules()
-        return None if recipe is None else cls(recipe, rules, max_tokens, Decoder.of(rules))
+        recipe = open_recipe(directory)
+        return None if recipe is None else cls.of(recipe, rules or Rules(), max_tokens)
+
+    @classmethod
+    def of(cls, recipe: Recipe, rules: Rules, max_tokens: int | None = None) -> Eyes:
+        """Those of a model whose pictures are prepared so."""
+        return cls(recipe, rules, max_tokens, Decoder.of(rules))
 
     def taking(self, media: Any) -> Eyes:
         """These, for a request that says itself how its videos are read (``media_sampling``)."""
@@ -212,26 +218,6 @@ def _pictures(messages: Any) -> list[tuple[str, Mapping[str, Any]]]:
     ]
 
 
-def media_sampling(given: Any, default: Sampling = Sampling(), name: str = "media_io_kwargs") -> Sampling:
-    """What vLLM calls ``media_io_kwargs`` says of videos, as JSON or its object. Raises UsageError, which calls it
-    ``name``."""
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError) as e:
-            raise UsageError(f"{name}: expected JSON, found {given!r:.40} ({e})") from e
-    if given is None:
-        return default
-    video = given.get("video", {}) if isinstance(given, dict) else None
-    if not isinstance(video, dict) or set(given) - {"video", "image"} or set(video) - {"num_frames", "fps"}:
-        wanted = '{"video": {"num_frames": …, "fps": …}}'
-        raise UsageError(f"{name}: expected {wanted}, found {given!r:.80}")
-    try:
-        return sampling_of(video, default)
-    except UsageError as e:
-        raise UsageError(f"{name}: {e}") from e
-
-
 def media_limits(given: str | None) -> dict[str, int]:
     """What vLLM calls ``--limit-mm-per-prompt`` says, as JSON. Raises UsageError."""
     try:
@@ -243,18 +229,6 @@ def media_limits(given: str | None) -> dict[str, int]:
         pass
     wanted = '{"image": …, "video": …}'
     raise UsageError(f"{LIMIT}: expected {wanted}, whole numbers from 0 on, found {given!r:.80}")
-
-
-def sampling_of(options: Mapping[str, Any], default: Sampling) -> Sampling:
-    """Which frames of one video are taken; ``default``: what holds where nothing is said. Raises UsageError."""
-    count, by_second = (options.get(name) for name in ("num_frames", "fps"))
-    if count is None and by_second is None:
-        return default
-    if count is not None and (type(count) is not int or count < 1):
-        raise UsageError(f"num_frames: expected a whole number from 1 on, found {count!r:.40}")
-    if by_second is not None and (type(by_second) not in (int, float) or not 0 < by_second <= MOST_FPS):
-        raise UsageError(f"fps: expected a number above 0, {MOST_FPS} at most, found {by_second!r:.40}")
-    return Sampling(count, by_second)
 
 
 def _adjusted(recipe: Recipe, rules: Rules, options: Mapping[str, Any]) -> Recipe:

@@ -7,7 +7,8 @@ more pixels than were counted here.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+
+from toolkit.base.lazy_dataclass import dataclass
 
 SEGMENTS = 200  # of a JPEG that are stepped over on the way to its size
 BEGINNING = 1 << 18  # bytes within which sizes are looked for

@@ -11,12 +11,13 @@ import binascii
 import io
 import mimetypes
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from toolkit.base import extras
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.user_path import user_path
 from toolkit.errors import UsageError
 from toolkit.vision.fetch import Fetching, fetch, shortened

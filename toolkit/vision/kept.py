@@ -6,11 +6,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from hashlib import blake2b
 
 import numpy as np
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.eyes.pictures import Picture
 from toolkit.vision.clip import Clip
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.base import extras
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.box.box import Box, Limits, Ticket
 from toolkit.errors import UsageError
 from toolkit.models.eyes.pictures import Picture, Recipe

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,6 +22,7 @@ from toolkit.artifacts.adapters.modules import as_computed, as_stored, idle_modu
 from toolkit.artifacts.scales import UNSCALED, Scales
 from toolkit.artifacts.weight_files.find import file_headers
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:

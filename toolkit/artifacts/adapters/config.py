@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from toolkit.artifacts.json_file import read_json_object
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import read
 from toolkit.errors import ToolkitError
 

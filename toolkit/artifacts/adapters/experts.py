@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec import DecoderSpec, MoeSpec, StoredTensor
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from toolkit.artifacts.weight_files.safetensors_file import (
     read_header,
     write_tensors,
 )
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.models.drafts.absent import BY_TYPE
 from toolkit.models.registry import build

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from toolkit.artifacts.adapters.adapter import WEIGHTS, read_changes
 from toolkit.artifacts.adapters.config import CONFIG
 from toolkit.artifacts.manifest import content_digest
 from toolkit.errors import UsageError
@@ -20,6 +19,8 @@ _NAME = re.compile(r"\w[\w.-]{0,99}")
 def check_adapters(given: Mapping[str, Path], spec: DecoderSpec, stored: Sequence[StoredTensor]) -> dict[str, str]:
     """Digests of adapters by their names. Raises UsageError for a name that no directory can have, ToolkitError for an
     adapter that does not fit the model."""
+    from toolkit.artifacts.adapters.adapter import read_changes  # not for who only asks which there are
+
     found = {}
     for name, path in given.items():
         if not _NAME.fullmatch(name):
@@ -31,6 +32,8 @@ def check_adapters(given: Mapping[str, Path], spec: DecoderSpec, stored: Sequenc
 
 def write_adapters(directory: Path, given: Mapping[str, Path]) -> None:
     """Copies of adapters into an artifact that is being written. OSError passes through."""
+    from toolkit.artifacts.adapters.adapter import WEIGHTS
+
     for name, path in given.items():
         to = directory / FOLDER / name
         to.mkdir(parents=True)

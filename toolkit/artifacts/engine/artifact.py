@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo, map_arrays
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec, MtpSpec
 
@@ -68,4 +69,4 @@ class EngineArtifact:
 
     def arrays(self) -> dict[str, Any]:
         """Every array as a read-only, page-aligned numpy view of the mapped file (BF16 as uint16)."""
-        return map_arrays(self.array_file)
+        return map_arrays(self.array_file, self.infos or None)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from toolkit.artifacts.engine.artifact import ENGINE_JSON, EngineArtifact
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.models.eyes.vision import sizes
 from toolkit.models.spec import DecoderSpec

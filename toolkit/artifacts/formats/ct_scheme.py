@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from toolkit.artifacts.formats.layout import whole, wrong
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 
 FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "nvfp4-pack-quantized",

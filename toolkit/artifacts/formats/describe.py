@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:

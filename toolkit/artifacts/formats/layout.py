@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 
 FLOATS = ("F16", "BF16", "F32")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
 
 from toolkit.artifacts.formats.bits import AWQ_ORDER, unpack_columns, unpack_words
+from toolkit.base.lazy_dataclass import dataclass
 
 Layout = Literal["rows", "gptq", "awq"]
 

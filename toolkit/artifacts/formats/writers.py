@@ -7,13 +7,14 @@ Every writer takes weights that already have a form that it holds, and may widen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.formats import auto_round, awq, blocked_fp8, compressed_tensors, gptq, mxfp4, trellis, w8a8
 from toolkit.artifacts.formats.describe import Layout
 from toolkit.artifacts.formats.layout import WRITES_STACKS
+from toolkit.base.lazy_dataclass import dataclass
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.models.eyes.mmproj import Mmproj
 from toolkit.models.family import Family

@@ -8,7 +8,6 @@ canonical weight, and the ``_write`` beside it gives the same bytes back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import Codebook, Dense, Fp4, GroupInt, SuperScales, Weight
 from toolkit.artifacts.gguf.lattices import LATTICES
+from toolkit.base.lazy_dataclass import dataclass
 
 Bytes = NDArray[Any]  # of uint8
 

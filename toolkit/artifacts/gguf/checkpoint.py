@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from toolkit.artifacts.gguf.tokenizer import end_ids, never_drawn, write_tokeniz
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.whole_file import sync
 from toolkit.models.drafts.mtp import COPIES, FURTHER, NEXTN, deeper, nextn_of
 from toolkit.models.eyes.vision import VisionSpec

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from toolkit.artifacts.weight_files.find import gguf_parts
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 
 # GGML type id → (name, elements a block, bytes a block) of the types that can be read.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from toolkit.artifacts.gguf.vocabulary import vocabulary
 from toolkit.artifacts.gguf.writer import Entry, write_gguf
 from toolkit.artifacts.manifest import title
 from toolkit.artifacts.weights import is_present, load_stored, split_parts
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.models.drafts.mtp import NEXTN, Mtp, as_nextn
 from toolkit.models.gguf import EXPERTS, PLAIN, Gguf, Layout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from toolkit.artifacts.gguf.keys import Keys, check_kinds
 from toolkit.artifacts.manifest import EYES
 from toolkit.artifacts.weight_files.find import gguf_parts
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.models.eyes.mmproj import Mmproj, by_pixel
 from toolkit.models.eyes.vision import Shapes, VisionSpec, tensors

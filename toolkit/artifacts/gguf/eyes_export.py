@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from toolkit.artifacts.gguf.writer import Entry, write_gguf
 from toolkit.artifacts.manifest import title
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.artifacts.weights import is_present, load_stored, split_parts
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.models.eyes.mmproj import BREAK, Mmproj, by_pixel, kernel
 from toolkit.models.eyes.pictures import Recipe

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from toolkit.artifacts.gguf.keys import Keys
 from toolkit.artifacts.gguf.metadata import yarn_scale
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.models.drafts.mtp import FURTHER
 from toolkit.models.family import Family

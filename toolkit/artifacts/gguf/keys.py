@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 
 TEMPLATE = "tokenizer.chat_template"  # of the usual one; TEMPLATE.NAME: of another, as "tool_use"

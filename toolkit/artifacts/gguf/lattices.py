@@ -7,7 +7,6 @@ types), signs and small scales do the rest. Three values a weight (TQ1_0, TQ2_0)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from toolkit.artifacts.canonical import GroupInt, Weight
+from toolkit.base.lazy_dataclass import dataclass
 
 Bytes = NDArray[Any]  # of uint8, [rows, blocks, bytes a block]
 TABLES = Path(__file__).with_name("lattices.npz")

@@ -8,9 +8,9 @@ ffn_down of the first and last eighth of the layers and of every third in betwee
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from toolkit.artifacts.gguf.container import TYPES
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import UsageError
 
 

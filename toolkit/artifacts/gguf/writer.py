@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.artifacts.gguf.container import TYPES
+from toolkit.base.lazy_dataclass import dataclass
 
 ALIGNMENT = 32
 _IDS = {name: (number, columns, size) for number, (name, columns, size) in TYPES.items()}

@@ -22,7 +22,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
@@ -32,6 +32,7 @@ from toolkit.artifacts.manifest import Manifest, describe_file, read_manifest, w
 from toolkit.artifacts.output.partial import discard_partial, drop_old, drop_partial, lock_partial, partial_dir
 from toolkit.artifacts.output.replace import check_directory_target, foreign
 from toolkit.artifacts.weight_files.safetensors_file import array_bytes, read_metadata, write_tensors
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.whole_file import sync
 from toolkit.errors import ToolkitError, UsageError
 

@@ -6,16 +6,18 @@ Sources: the models' own ``tokenization_*.py`` and transformers' slow classes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import AddedToken, processors
 
 from toolkit.artifacts.json_file import read_json_object
-from toolkit.artifacts.text.tokenizer_pieces import PiecesFile, build, read_pieces
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from toolkit.artifacts.text.tokenizer_pieces import PiecesFile
 
 PIECES = "tokenizer.model"
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -45,6 +47,8 @@ _OF_MODEL = {"chatglm": _CHATGLM}
 def open_pieces(folder: Path, config: dict[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """The tokenizer of a model's ``tokenizer.model``, and tokenizer_config.json (``config``) with what its class and
     the other files say. Raises ToolkitError, one line, for broken files."""
+    from toolkit.artifacts.text.tokenizer_pieces import build, read_pieces  # most models have another file
+
     found = read_pieces(folder / PIECES)
     added = _added(folder, config)
     config = with_older_files(folder, _defaults(found, added) | config)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6

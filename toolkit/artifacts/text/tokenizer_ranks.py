@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.text import patterns
 from toolkit.artifacts.text.token_bytes import byte_level_table
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 
 

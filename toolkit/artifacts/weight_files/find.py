@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo, read_header
+from toolkit.base.lazy_dataclass import dataclass
 
 log = logging.getLogger("toolkit.artifacts")
 

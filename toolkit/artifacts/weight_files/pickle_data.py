@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import IO, Any, cast
+
+from toolkit.base.lazy_dataclass import dataclass
 
 # A call of it without arguments is how an empty dict of torch's begins; it is one here.
 ORDERED_DICT = "collections.OrderedDict"

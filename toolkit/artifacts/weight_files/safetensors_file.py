@@ -10,7 +10,6 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, runtime_checkable
 
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from toolkit.artifacts.json_file import parse_json
 from toolkit.artifacts.weight_files.huge_pages import HUGE, map_file
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 
 PAGE = 4096
@@ -170,12 +170,13 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     return TensorInfo(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
 
-def map_arrays(path: Path) -> dict[str, NDArray[Any]]:
+def map_arrays(path: Path, infos: Mapping[str, TensorInfo] | None = None) -> dict[str, NDArray[Any]]:
     """Every tensor as a read-only array over the mapped file, nothing copied. BF16 comes as uint16, F8 as uint8.
 
-    Files of ``write_arrays`` are page-aligned; in others an array may be unaligned to its element size.
+    ``infos``: its header, where that was read before. Files of ``write_arrays`` are page-aligned; in others an array
+    may be unaligned to its element size.
     """
-    infos = read_header(path)
+    infos = read_header(path) if infos is None else infos
     if not infos:
         return {}
     base = map_file(path)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.cache.block_manager import BlockManager
 from toolkit.engine.cache.prefix import block_key, shows
 from toolkit.engine.pictures.spans import Span

@@ -11,13 +11,13 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.threads import usable_cores
 from toolkit.box.box import STAND_BACK, Box, Crowded, LimitError, Limits, OutOfTime, Ticket
 from toolkit.engine.constraints.grammar_cost import SMALLER, Hostility, check_cost, given_seconds

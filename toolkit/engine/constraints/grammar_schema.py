@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.constraints.schema_choices import apart
 from toolkit.engine.constraints.schema_names import others, share_none
 from toolkit.engine.constraints.schema_patterns import fault

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from toolkit.base.lazy_dataclass import dataclass
 
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 Mask = NDArray[np.int32]  # a bit a token

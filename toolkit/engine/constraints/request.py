@@ -13,12 +13,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from toolkit.base import extras
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.box.box import STAND_BACK, Ticket
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Biases, History

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.constraints.schema_values import Item, kinds_of, value_key, well_formed
 
 Keys = frozenset[Any]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.sequence import Sequence
 
 if TYPE_CHECKING:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.drafts.cost import StepCost
 from toolkit.engine.drafts.draft import NO_GUESS, Draft, Guess, Outlook
 from toolkit.engine.drafts.odds import ANY, Odds, Users, compare, sureness

@@ -11,10 +11,11 @@ import math
 import time
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import numpy as np
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.admission import long_rope_from
 from toolkit.engine.cache.block_manager import BlockManager
 from toolkit.engine.cache.prefix import extend_keys

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.base.garbage import let_go
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.speculative import Speculation
 from toolkit.engine.drafts.cost import StepCost, fastest, least_chance, worth
 from toolkit.engine.drafts.draft import Draft, Guess

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from toolkit.base.lazy_dataclass import dataclass
 
 IDs = NDArray[np.int32]
 NONE = -1

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.admission import longer
 from toolkit.engine.cache.block_manager import blocks_for, window_blocks
 from toolkit.engine.pace import MOST_MS

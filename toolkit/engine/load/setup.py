@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 from toolkit.artifacts.engine.adapters import packed_adapters
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import read
 from toolkit.configs.engine import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.moving import EngineRole

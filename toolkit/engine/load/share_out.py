@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.artifacts.text_head import longest_text
 from toolkit.configs.engine import EngineConfig, PytorchEngineConfig
-from toolkit.engine.load.drafts.open import OpenedDraft
 from toolkit.engine.load.memory_plan import MemoryPlan, Wishes, plan
 from toolkit.engine.load.setup import Setup
 from toolkit.engine.options import EngineOptions
@@ -18,6 +18,9 @@ from toolkit.models.eyes.pictures import most_patches
 from toolkit.models.eyes.vision import VisionSpec
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import Runner
+
+if TYPE_CHECKING:
+    from toolkit.engine.load.drafts.open import OpenedDraft
 
 
 def share_out(setup: Setup, runner: Runner, draft: OpenedDraft | None) -> MemoryPlan:

@@ -16,7 +16,7 @@ from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.draft import Draft
 from toolkit.engine.load import ranks
 from toolkit.engine.load.drafts.layers import OpenLayers
-from toolkit.engine.load.drafts.open import OpenedDraft, open_draft_of
+from toolkit.engine.load.drafts.open import open_draft_of
 from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.engine.load.runner import new_weights, open_for, to_split
 from toolkit.engine.load.setup import Facts, Progress, Setup
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
     from toolkit.engine.cache.kept.moving import Moving
     from toolkit.engine.cache.kept.shelf import Shelf
+    from toolkit.engine.load.drafts.open import OpenedDraft
 
 log = logging.getLogger(__name__)
 

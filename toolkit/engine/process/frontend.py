@@ -31,7 +31,6 @@ from toolkit.engine.process.adapter_names import AdapterNames
 from toolkit.engine.process.loop import Loop, ThreadLoop
 from toolkit.engine.process.outage import PATIENCE, Outage
 from toolkit.engine.process.peers import Peers
-from toolkit.engine.process.process_loop import Child, ProcessLoop
 from toolkit.engine.process.streams import Streams, polled
 from toolkit.engine.process.wakeup import Bell
 from toolkit.engine.process.weights import Weights
@@ -44,6 +43,8 @@ from toolkit.runners.base import Backend
 
 if TYPE_CHECKING:
     import asyncio
+
+    from toolkit.engine.process.process_loop import Child
 
 log = logging.getLogger(__name__)
 # Of a step while nobody watches: `tool batch` then answers 0 to 29 % more lines a second, and as many in each run; with
@@ -115,7 +116,11 @@ class AsyncEngine:
             lend(setup, tell)
             raise SystemExit(0)
         adapters = tuple(setup.config.adapters or ())
-        begun = (child or Child()).told(setup) if process else None
+        begun = None
+        if process:
+            from toolkit.engine.process.process_loop import Child, ProcessLoop  # multiprocessing, and JSON for it
+
+            begun = (child or Child()).told(setup)
         try:
             engine = cls(Tokenizer.open(setup.tokenizer_dir), _name_of(str(model)), adapters, setup.config.empty_init)
         except BaseException:
@@ -297,7 +302,7 @@ class AsyncEngine:
     def tell_blocks(self, listener: Listener) -> None:
         """Have ``listener`` told which whole blocks the prefix cache has. Raises UsageError for an engine in another
         process."""
-        if isinstance(self._loop, ProcessLoop):
+        if not isinstance(self._loop, ThreadLoop):
             raise UsageError("tell_blocks: expected an engine in this process (process=False)")
         self._call("tell_blocks", listener)
 

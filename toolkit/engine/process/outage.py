@@ -6,7 +6,8 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from toolkit.base.lazy_dataclass import dataclass
 
 RESTARTS = 5  # starts in RESTART_WINDOW after which an engine that still fails is given up
 RESTART_WINDOW = 600.0  # seconds

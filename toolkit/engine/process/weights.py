@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.weight_files.new_weight_files import WeightFiles
 from toolkit.engine.nap import ASLEEP, EMPTY, PARTS, UPDATING
 from toolkit.errors import ToolkitError, UsageError
+
+if TYPE_CHECKING:
+    from toolkit.artifacts.weight_files.new_weight_files import WeightFiles
 
 MODES = ("wait", "abort", "keep")  # what becomes of running requests when weights are replaced; as vLLM calls it
 DRAIN_LOOK_S = 0.02  # how often it is looked whether the last request has ended

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.request import EngineOutput, Only, Whose
 from toolkit.engine.sampling_params import special_stops
 from toolkit.engine.text.detokenizer import Detokenizer

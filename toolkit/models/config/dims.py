@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.config.fields import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS, MAX_POSITION, MAX_VOCAB, Fields
 from toolkit.models.config.rope import LAYER_TYPES, read_rope
 from toolkit.models.spec import RopeSpec

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.config.fields import Fields
 from toolkit.models.spec import ConvSpec, LinearSpec, MambaSpec, NormSpec
 from toolkit.models.stored import Fused, joined

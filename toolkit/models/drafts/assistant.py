@@ -5,9 +5,10 @@ Source: transformers ``Gemma4AssistantForCausalLM`` and ``SinglePositionMultiTok
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.config.fields import MAX_VOCAB, Fields
 from toolkit.models.drafts.of_model import check_size

@@ -5,9 +5,10 @@ Sources: https://github.com/z-lab/dflash; vLLM's and SGLang's ``DFlashDraftModel
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
 from toolkit.models.drafts.absent import BY_TYPE

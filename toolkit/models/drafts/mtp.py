@@ -7,10 +7,11 @@ The layer itself is one more of the model's own kind, so that the family's file 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.models.decoder import Built
 from toolkit.models.family import Family

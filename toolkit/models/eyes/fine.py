@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
+
+from toolkit.base.lazy_dataclass import dataclass
 
 STEM = 4  # pixels along a side of a cell of the first stage
 

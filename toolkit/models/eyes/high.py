@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from toolkit.base.lazy_dataclass import dataclass
 
 NECK_EPS = 1e-6  # of the norms behind its convolutions; ``HighTower.eps`` is that of its layers
 

@@ -7,12 +7,13 @@ readers know of the projector.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.models.eyes.pictures import Recipe
 from toolkit.models.eyes.vision import PREFIX, Tower, VisionSpec

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
+
+from toolkit.base.lazy_dataclass import dataclass
 
 TAKEN = 32  # frames of a video at most, where nothing is said
 FEWEST = 4  # frames that are taken at least where they are counted by the second

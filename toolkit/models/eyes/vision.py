@@ -8,9 +8,9 @@ parameters begin with ``vision.``; ``tensors`` lists them all. Every one of them
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import later
 from toolkit.models.eyes.fine import FineTower, fine_tensors
 from toolkit.models.eyes.high import HighTower, high_tensors

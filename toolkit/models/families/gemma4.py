@@ -4,11 +4,12 @@ read. Source: transformers ``Gemma4ForConditionalGeneration``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import fill_recipe, shown_numbers

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import later
 from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import Paged
@@ -49,16 +50,16 @@ class AttentionSpec(MixerSpec):
     sinks: str | None = None
     group: int = 0
     chunked: bool = later(False)
-    alibi: AlibiSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
+    alibi: AlibiSpec | None = later(None)
     clip: float | None = later(None)
     norm_last: bool = later(False)
-    q_scale: QueryScale | None = later(None)  # noqa: RUF009 (a field, as the others are)
-    gate: LinearSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
+    q_scale: QueryScale | None = later(None)
+    gate: LinearSpec | None = later(None)
     block: int = later(1)
     mutual: bool = later(False)
     sink_tokens: int = later(0)
-    v_norm: NormSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
-    o_norm: NormSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
+    v_norm: NormSpec | None = later(None)
+    o_norm: NormSpec | None = later(None)
     strict: bool = later(False)
     kind: Literal["attention"] = "attention"
 

@@ -104,17 +104,19 @@ def _reads_others(spec: DecoderSpec) -> None:
 
 def _numbers(node: Any, field: str, may_be_zero: Set[str]) -> None:
     """Every integer positive (or zero where that has a meaning), every float finite."""
-    if dataclasses.is_dataclass(node):
-        for name, value in vars(node).items():
-            _numbers(value, name, may_be_zero)
+    if node is None or isinstance(node, (str, bool)):  # most of them
+        return
+    if isinstance(node, int):
+        low = 0 if field in may_be_zero or not field else 1
+        sound.expect(field, low <= node < 1 << 40, node, f"an integer from {low} up")
+    elif isinstance(node, float):
+        sound.expect(field, math.isfinite(node), node, "a finite number")
     elif isinstance(node, tuple):
         for x in node:
             _numbers(x, "" if field == "layers" else field, may_be_zero)
-    elif isinstance(node, float):
-        sound.expect(field, math.isfinite(node), node, "a finite number")
-    elif isinstance(node, int) and not isinstance(node, bool):
-        low = 0 if field in may_be_zero or not field else 1
-        sound.expect(field, low <= node < 1 << 40, node, f"an integer from {low} up")
+    elif dataclasses.is_dataclass(node):
+        for name, value in vars(node).items():
+            _numbers(value, name, may_be_zero)
 
 
 def _vision(vision: VisionSpec, spec: DecoderSpec) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import later, plain, read
 from toolkit.models.eyes.vision import VisionSpec
 from toolkit.models.spec.attention import AttentionSpec
@@ -149,12 +150,12 @@ class DecoderSpec:
     embed_scale: float = 1.0
     head_scale: float = 1.0
     logit_softcap: float | None = None
-    vision: VisionSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
+    vision: VisionSpec | None = later(None)
     head_rows: int = later(0)
     mask_token: int | None = later(None)
     float16: bool = later(True)
-    encoder: EncoderSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
-    per_layer: PerLayerTable | None = later(None)  # noqa: RUF009 (a field, as the others are)
+    encoder: EncoderSpec | None = later(None)
+    per_layer: PerLayerTable | None = later(None)
 
     def __repr__(self) -> str:
         """One line; all of it is ``to_json()``."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec.decoder import DecoderSpec
 from toolkit.models.spec.parts import LinearSpec, NormSpec
 

@@ -3,8 +3,7 @@ and in decoders whose positions are learned (GPT-2)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import later
 from toolkit.models.spec import sound
 from toolkit.models.spec.parts import NormSpec
@@ -26,7 +25,7 @@ class EncoderSpec:
     types: str | None = None
     type_rows: int = 0
     writes: bool = later(False)
-    norm: NormSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
+    norm: NormSpec | None = later(None)
 
     def vectors(self, hidden: int) -> dict[str, int]:
         """Its parameters: name → numbers in it."""

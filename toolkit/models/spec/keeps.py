@@ -7,9 +7,9 @@ preemption) asks for the ``rule`` alone, by which layers are joined to cache gro
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import later
 
 GroupKind = Literal["full", "window", "chunk", "state"]

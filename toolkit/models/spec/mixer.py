@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec.keeps import Kept
 from toolkit.models.spec.parts import LinearSpec, NormSpec, RopeSpec
 from toolkit.models.spec.share import Share, Unit

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import later
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
@@ -28,7 +29,7 @@ class MlpSpec(MixerSpec):
     activation: Activation = "silu"
     gate_scale: float = later(1.0)
     seen: str | None = later(None)
-    inner_norm: NormSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
+    inner_norm: NormSpec | None = later(None)
     kind: Literal["mlp"] = "mlp"
 
     def linears(self) -> tuple[LinearSpec, ...]:

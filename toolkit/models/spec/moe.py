@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, cast
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import later
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
@@ -58,7 +59,7 @@ class MoeSpec(MixerSpec):
     group_score: Literal["best", "two"] = later("best")
     jitter: float = later(0.0)
     weigh_input: bool = later(False)
-    apart: Apart | None = later(None)  # noqa: RUF009 (a field, as the others are)
+    apart: Apart | None = later(None)
     logit_scale: float = later(1.0)
     each: str | None = later(None)
     kind: Literal["moe"] = "moe"

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import plain, read
 from toolkit.models.spec.check import check_spec
 from toolkit.models.spec.decoder import DecoderSpec

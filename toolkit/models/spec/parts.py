@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import later
 
 Shard = Literal["column", "row", "vocab", "expert", "replicated"]
@@ -41,7 +41,7 @@ class NormSpec:
     bias: bool = later(False)
     heads: int = later(1)
     weight: bool = later(True)
-    spread: Spread | None = later(None)  # noqa: RUF009 (a field, as the others are)
+    spread: Spread | None = later(None)
 
     def vectors(self) -> dict[str, int]:
         """Its parameters: name → numbers in it."""

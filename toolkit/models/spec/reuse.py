@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import later
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec, Rotary

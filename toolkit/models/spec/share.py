@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal, NamedTuple
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec.parts import LinearSpec
 
 Axis = Literal["rows", "columns", "first"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
+
+from toolkit.base.lazy_dataclass import dataclass
 
 Rows = tuple[tuple[int, int] | tuple[int, int, int], ...]
 """Arguments of ``range``, one after another."""

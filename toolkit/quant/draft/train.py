@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from toolkit.artifacts.drafts.draft_head import HeadSpec
 from toolkit.artifacts.output.stage import Stage
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec import DecoderSpec
 from toolkit.quant.draft.layer import Passes, Weights, first_weights
 from toolkit.quant.draft.muon import Muon

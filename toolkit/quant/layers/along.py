@@ -4,11 +4,12 @@ layer's own what layers are given of a token, and keys and values that later lay
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec import AttentionSpec, DecoderSpec
 
 

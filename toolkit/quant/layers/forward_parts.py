@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.kernels.torch.product import product
 from toolkit.models.spec import LinearSpec, NormSpec
 from toolkit.quant.layers.along import Along

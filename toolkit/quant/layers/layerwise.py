@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.output.stage import Stage
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.kernels.torch.product import prefers_int8
 from toolkit.models.sites import Site, writers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, SuperScales, Trellis, Weight
 from toolkit.artifacts.scales import UNSCALED, AllScales, Scales
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import read
 from toolkit.models.sites import Site
 from toolkit.quant.layers.lazy import KEEP, Lazy

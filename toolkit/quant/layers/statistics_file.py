@@ -8,7 +8,6 @@ One ``statistics-NNNNN.safetensors`` a layer (the head's input is the last): for
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from toolkit.artifacts.manifest import content_digest, read_manifest
 from toolkit.artifacts.weight_files.safetensors_file import write_tensors
 from toolkit.artifacts.weight_files.tensor_file import TensorFile
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.sites import layer_sites
 from toolkit.quant.layers.lazy import Lazy

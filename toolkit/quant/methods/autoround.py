@@ -14,7 +14,7 @@ import gc
 import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from toolkit.artifacts.canonical import GroupInt
 from toolkit.artifacts.weight_files.safetensors_file import map_arrays, write_tensors
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.measure.errors import relative_error
 from toolkit.models.sites import Site

@@ -8,13 +8,14 @@ Gram matrix of its inputs, ‖X(W−Ŵ)ᵀ‖² = tr((W−Ŵ) XᵀX (W−Ŵ)ᵀ)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.measure.errors import PIECE, output_error, relative_error
 from toolkit.models.sites import Site
 from toolkit.quant.layers.forward import fast_bf16

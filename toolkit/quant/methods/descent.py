@@ -11,10 +11,10 @@ for Language Models" (2023); Nair and Suggala, "CDQuant: Greedy Coordinate Desce
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
+
+from toolkit.base.lazy_dataclass import dataclass
 
 BLOCK = 128  # columns between two products of matrices
 SETS = 4  # of rows whose codes of a column move at once; then the others know of it

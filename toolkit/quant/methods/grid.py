@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import GroupInt
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import LinearSpec
 

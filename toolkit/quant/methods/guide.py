@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.whole_file import write_whole
 from toolkit.errors import UsageError
 from toolkit.kernels.torch.product import product

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import GroupInt, Trellis
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.quant.layers.statistics import shrink
 from toolkit.quant.options import Gptq
 

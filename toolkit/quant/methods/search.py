@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from toolkit.artifacts.formats.trellis import BITS as BITS_OF_TRELLIS
 from toolkit.artifacts.gguf import quantize as gguf_quantize
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import read
 from toolkit.base.whole_file import write_whole
 from toolkit.errors import UsageError

@@ -13,13 +13,14 @@ Hessian Aware trace-Weighted Quantization of Neural Networks" (2020), for its tr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.sites import layer_sites
 from toolkit.models.spec import DecoderSpec
 from toolkit.quant.layers.forward import head_logits, in_bf16, layer_forward, narrow

@@ -7,13 +7,13 @@ measure (``kernels/cpu/quantize/trellis.cpp``): a group's scale is the best of s
 from __future__ import annotations
 
 from ctypes import byref
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import Trellis
 from toolkit.artifacts.streams import streams
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.threads import usable_cores
 from toolkit.kernels.torch.product import product
 from toolkit.quant.methods.rounded import Factor, Rounded

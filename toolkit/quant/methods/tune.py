@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import ChannelInt8, Fp8, GroupInt, Trellis
 from toolkit.artifacts.output.stage import Stage
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import UsageError
 from toolkit.measure.predictions import kl_divergence
 from toolkit.models.spec import NormSpec

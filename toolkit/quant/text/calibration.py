@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from os.path import isfile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from toolkit.artifacts.json_file import parse_json
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.base.extras import require
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.user_path import user_path
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.quant.text.datasets import KNOWN, find_known, known_texts

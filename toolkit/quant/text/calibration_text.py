@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from toolkit.artifacts.manifest import file_digest
 from toolkit.artifacts.output.stage import Stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.user_path import user_path
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.text.calibration import CalibrationPlan, interleave, read_samples, shown_files

@@ -4,13 +4,14 @@ before and behind them is computed here in float32."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.drafts.assistant import ORDERING, Assistant
 from toolkit.models.spec import AssistantSpec
 from toolkit.runners.base import MemoryNeed, RunnerError

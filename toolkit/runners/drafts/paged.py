@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec import CacheGroup
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.step import SamplingBatch, StepBatch

@@ -7,12 +7,13 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from xxhash import xxh3_128
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
 from toolkit.runners.native import library

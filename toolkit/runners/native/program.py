@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.rope import inv_freq
 from toolkit.models.routed import Routed
 from toolkit.models.spec import DecoderSpec, EncoderSpec, Mixer, PerLayerTable, RopeSpec

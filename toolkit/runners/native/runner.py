@@ -40,7 +40,6 @@ from toolkit.runners.native.program import Program, build_program
 from toolkit.runners.native.share import Parts, Share
 from toolkit.runners.native.stepper import Running, Stepper
 from toolkit.runners.native.support import no_adapters, unsupported
-from toolkit.runners.native.towers.encoders import open_encoder
 from toolkit.runners.native.towers.tower import NativeEncoder, uncovered
 from toolkit.runners.routes import by_layer
 from toolkit.runners.step import StepBatch, StepOutput
@@ -359,6 +358,8 @@ class NativeRunner:
             seeing = ((name, held[name]) for name in held if of_first_alone(name))
             tower = pack_model(self.spec, seeing, None, [], 32 if exact else 16)
             found = {name: tensor.in_memory() for name, tensor in tower}
+        from toolkit.runners.native.towers.encoders import open_encoder
+
         return open_encoder(vision, found, bf16=not exact, threads=self.options.threads or usable_cores())
 
     def submit(self, batch: StepBatch) -> Running:

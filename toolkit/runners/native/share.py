@@ -4,11 +4,11 @@ and from how the weights are packed. No sum is cut, so ranks together give the b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec import (
     AttentionSpec,
     CrossSpec,

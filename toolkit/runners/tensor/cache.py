@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.kernels.reference.cache import key_bits, value_bits
 from toolkit.models.spec import DecoderSpec, Kept
 from toolkit.runners.base import RunnerError

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MoeSpec
 from toolkit.runners.tensor.cache import LayerCache
 from toolkit.runners.tensor.layers.cross import Cross, seeing

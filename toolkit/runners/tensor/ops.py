@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from toolkit import kernels
 from toolkit.artifacts.canonical import ChannelInt8, Fp8
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import UsageError
 from toolkit.runners.tensor.devices.find import kernel_target
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.checkpoint import Checkpoint, has_weights, read_config, read_headers
 from toolkit.artifacts.weight_files.safetensors_file import TORCH_DTYPES, TensorInfo
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import DecoderSpec, StoredTensor
 

@@ -19,7 +19,7 @@ from toolkit.serve.fields.tools import NAME
 
 
 class Block(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, defer_build=True)
 
 
 class Text(Block):

@@ -19,7 +19,7 @@ from toolkit.serve.fields.message import Messages, TextPart
 from toolkit.serve.fields.parameters import parameter, with_parameters
 from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.fields.tools import ToolFields
-from toolkit.vision.eyes import media_sampling
+from toolkit.vision.sampling import media_sampling
 
 TokenId = Annotated[int, Field(ge=TOKEN_ID.low, le=TOKEN_ID.high)]
 StopWord = Annotated[str, Field(min_length=1, max_length=WORD_LENGTH["stop_words"])]

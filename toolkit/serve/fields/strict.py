@@ -9,7 +9,8 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
+    # deferred: what checks a body is made when the first one comes, of which a server is sent few of many kinds
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True, defer_build=True)
 
 
 ModelName = Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from toolkit.artifacts.adapters.config import CONFIG
@@ -13,6 +13,7 @@ from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.manifest import EYES
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.weight_files.find import gguf_name
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.user_path import user_path
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.model_cards import weight_files

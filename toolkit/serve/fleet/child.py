@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import psutil
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.engine import EngineConfig
 from toolkit.errors import ToolkitError
 from toolkit.serve.background import Order, Server, Started, launch

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.request import Only
 from toolkit.messages import GenerationConfig
 from toolkit.models.eyes.pictures import Picture

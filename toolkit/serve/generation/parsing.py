@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.parsers import grammar, registry
 from toolkit.parsers.formats import ReasoningFormat, ToolFormat
 from toolkit.parsers.pieces import Parser

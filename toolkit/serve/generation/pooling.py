@@ -6,13 +6,13 @@ import base64
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.request import Only
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response

@@ -4,11 +4,12 @@ for every API alike."""
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 import orjson
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from toolkit.base.lazy_dataclass import dataclass
 
 HEADER = "x-toolkit-kv"
 _MOST = 300  # characters

@@ -7,9 +7,10 @@ that sets it. What a request's single fields may be stands in ``toolkit/configs/
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.option import option, option_of, spelled
 from toolkit.engine.process.outage import PATIENCE
 

@@ -7,13 +7,13 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 from toolkit.serve.http.errors import ApiError, from_exception
 from toolkit.serve.http.sharing.held import account

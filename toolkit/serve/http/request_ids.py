@@ -6,10 +6,11 @@ from __future__ import annotations
 import re
 import uuid
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from toolkit.base.lazy_dataclass import dataclass
 
 HEADER = "x-request-id"
 _FIT = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)  # what may stand in a log and a header

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from toolkit.serve.http.openapi.answer import Answer
 
 
-class LlamaAnswer(BaseModel):
+class LlamaAnswer(Answer):
     """llama.cpp's answer to /completion and /infill."""
 
     index: int
@@ -29,7 +29,7 @@ class LlamaAnswer(BaseModel):
     completion_probabilities: list[dict[str, Any]] | None = None
 
 
-class LlamaProps(BaseModel):
+class LlamaProps(Answer):
     default_generation_settings: dict[str, Any]
     total_slots: int
     model_path: str
@@ -40,12 +40,12 @@ class LlamaProps(BaseModel):
     is_sleeping: bool
 
 
-class LlamaSlot(BaseModel):
+class LlamaSlot(Answer):
     id: int
     n_ctx: int
     speculative: bool
     is_processing: bool
 
 
-class LlamaPrompt(BaseModel):
+class LlamaPrompt(Answer):
     prompt: str

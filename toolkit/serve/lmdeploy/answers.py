@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from toolkit.serve.http.openapi.answer import Answer
 
 
-class Generated(BaseModel):
+class Generated(Answer):
     text: str
     output_ids: list[int]
     meta_info: dict[str, Any]
 
 
-class CrossEntropy(BaseModel):
+class CrossEntropy(Answer):
     ppl: float
 
 
-class InteractiveAnswer(BaseModel):
+class InteractiveAnswer(Answer):
     text: str
     tokens: int
     input_tokens: int
@@ -25,7 +25,7 @@ class InteractiveAnswer(BaseModel):
     finish_reason: str | None
 
 
-class EngineInfo(BaseModel):
+class EngineInfo(Answer):
     """``address``: where blocks are lent, "" = in this machine's memory alone; ``endpoint_info``: what another engine
     is to be told by p2p_connect; ``in_common``: what both must have alike."""
 
@@ -45,7 +45,7 @@ class EngineInfo(BaseModel):
     endpoint_info: str
 
 
-class Initialized(BaseModel):
+class Initialized(Answer):
     """As LMDeploy has it; 1 is success."""
 
     status: int
@@ -53,12 +53,12 @@ class Initialized(BaseModel):
     kvtransfer_endpoint_info: list[dict[str, Any]]
 
 
-class Connected(BaseModel):
+class Connected(Answer):
     """``status``: 1 where the blocks of that engine can be used here, 2 where not; ``message``: why."""
 
     status: int
     message: str
 
 
-class Freed(BaseModel):
+class Freed(Answer):
     freed: int

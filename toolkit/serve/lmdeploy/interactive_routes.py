@@ -5,13 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response as HttpResponse
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.messages import Response
 from toolkit.serve.fields.message import Messages
 from toolkit.serve.fields.protocol import SampledRequest

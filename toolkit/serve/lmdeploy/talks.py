@@ -8,9 +8,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.http.records import Records

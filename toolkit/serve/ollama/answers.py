@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from toolkit.serve.http.openapi.answer import Answer
 
 
-class OllamaVersion(BaseModel):
+class OllamaVersion(Answer):
     version: str
 
 
-class OllamaModel(BaseModel):
+class OllamaModel(Answer):
     name: str
     model: str
     size: int
@@ -23,11 +23,11 @@ class OllamaModel(BaseModel):
     context_length: int | None = None
 
 
-class OllamaModels(BaseModel):
+class OllamaModels(Answer):
     models: list[OllamaModel]
 
 
-class OllamaShown(BaseModel):
+class OllamaShown(Answer):
     modelfile: str
     parameters: str
     template: str
@@ -37,7 +37,7 @@ class OllamaShown(BaseModel):
     modified_at: str
 
 
-class OllamaEnd(BaseModel):
+class OllamaEnd(Answer):
     model: str
     created_at: str
     done: bool
@@ -61,7 +61,7 @@ class OllamaText(OllamaEnd):
     thinking: str | None = None
 
 
-class OllamaEmbeddings(BaseModel):
+class OllamaEmbeddings(Answer):
     model: str
     embeddings: list[list[float]]
     total_duration: int
@@ -69,5 +69,5 @@ class OllamaEmbeddings(BaseModel):
     prompt_eval_count: int
 
 
-class OllamaEmbedding(BaseModel):
+class OllamaEmbedding(Answer):
     embedding: list[float]

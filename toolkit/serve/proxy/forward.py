@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.types import Send
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.serve.generation.read import read_body
 from toolkit.serve.http.access.users import HEADER as USER
 from toolkit.serve.http.access.users import asks_for, current_user, header_of

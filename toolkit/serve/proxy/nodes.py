@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +15,7 @@ import orjson
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.output.stage import write_file
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import read
 from toolkit.configs.checks import shown
 from toolkit.errors import ToolkitError, UsageError

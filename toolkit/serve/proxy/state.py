@@ -8,10 +8,10 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import httpx2 as httpx
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.tls import checking
 from toolkit.configs.checks import shown
 from toolkit.serve.http.errors import ApiError

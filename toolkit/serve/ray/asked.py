@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.serve.http.in_process import scope_of
 from toolkit.serve.proxy.forward import KEY_HEADERS, Incoming
 from toolkit.serve.proxy.strategies import prefixes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.on_ray import OnRay
 from toolkit.configs.option import option, same_option, spelled
 from toolkit.errors import UsageError

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, fields, replace
 from typing import Any, TypeVar
 
 from toolkit.artifacts.alike import fingerprint
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.weight_files.find import gguf_name
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import plain, read
 from toolkit.base.user_path import user_path
 from toolkit.chat.origin import JINJA, JSON

@@ -10,7 +10,6 @@ import hmac
 import secrets
 import stat
 import struct
-from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from xxhash import xxh3_128
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.cache.prefix import shows
 from toolkit.errors import UsageError
 

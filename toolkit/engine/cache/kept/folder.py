@@ -17,11 +17,11 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.cache.kept.block import Buffer
 from toolkit.errors import ToolkitError, UsageError
 

@@ -12,9 +12,10 @@ import logging
 import time
 from collections import OrderedDict, deque
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.cache.block_manager import BlockManager, Elsewhere
 from toolkit.engine.cache.kept.block import Block, block_of
 from toolkit.engine.cache.kept.lender import Lender

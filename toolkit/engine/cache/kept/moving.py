@@ -18,10 +18,11 @@ import ssl
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.cache.block_manager import BlockManager
 from toolkit.engine.cache.kept.block import Cipher, Digest, Seal
 from toolkit.engine.cache.kept.folder import Folder, open_root

@@ -7,9 +7,9 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.cache.kept.block import Block, Buffer, Seal
 from toolkit.engine.cache.kept.folder import Folder, RefusedError, file_name, sweep
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from toolkit.artifacts.drafts.draft_head import is_head
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.speculative import ALGORITHMS
 from toolkit.engine.load.drafts.beside import FLAG, flagged
 from toolkit.errors import UsageError
@@ -38,12 +38,12 @@ class DraftFiles:
 
 def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], packed: Found | None) -> DraftFiles | None:
     """Where the draft model is that a config asks for, fetched where needed. Raises ToolkitError or UsageError."""
-    from toolkit.artifacts.drafts.eagle import is_eagle
-    from toolkit.artifacts.source import resolve_model
-
     name = config.speculative_draft_model
     if name is None:
         return None
+    from toolkit.artifacts.drafts.eagle import is_eagle
+    from toolkit.artifacts.source import resolve_model
+
     if (config.pp, config.dp, config.ep) != (1, 1, 1):
         raise UsageError(f"{FLAG}: runs with tp at most; leave it out, or pp, dp and ep")
     if config.empty_init:
@@ -90,6 +90,8 @@ def _means(config: EngineConfig, path: Path, own: str, found: bool, none: str, o
 
 def means_head(config: EngineConfig, path: Path) -> bool:
     """Whether what is to guess is a head, no model."""
+    from toolkit.artifacts.drafts.draft_head import is_head
+
     return config.speculative_algorithm in ("eagle", "eagle3") or is_head(path)
 
 

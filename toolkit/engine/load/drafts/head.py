@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from toolkit.artifacts.drafts.draft_head import HeadSpec, read_head
 from toolkit.artifacts.weight_files.safetensors_file import widened
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.threads import usable_cores
 from toolkit.engine.drafts.head import ROOM, DraftHead
 from toolkit.engine.load.drafts.beside import FLAG, ShareOut, flagged, plan_beside

@@ -4,10 +4,10 @@ the model."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.drafts.head import ROOM, DraftHead
 from toolkit.engine.load.drafts.beside import FLAG, ShareOut, plan_beside
 from toolkit.engine.load.memory_plan import MemoryPlan

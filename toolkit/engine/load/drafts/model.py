@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.engine.drafts.model import TOKENS, DraftModel
 from toolkit.engine.drafts.vocabulary import LEAST, Vocabulary, by_text, equal
 from toolkit.engine.load.drafts.beside import FLAG, ShareOut, flagged, plan_beside

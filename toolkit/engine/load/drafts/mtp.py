@@ -72,11 +72,10 @@ def _find(path: Path, config: EngineConfig, families: Sequence[Family], device: 
 def _of_artifact(path: Path, device: str) -> tuple[MtpSpec, Weights] | None:
     from toolkit.artifacts.engine.artifact import ENGINE_JSON
     from toolkit.artifacts.engine.files import open_engine
-    from toolkit.artifacts.json_file import read_json_object
     from toolkit.runners.native.packing.artifact import CPU_TARGET
     from toolkit.runners.native.packing.mtp import open_mtp
 
-    if "mtp" not in read_json_object(path / ENGINE_JSON):  # most have none, and all else has been checked already
+    if b'"mtp"' not in (path / ENGINE_JSON).read_bytes():  # most have none, and all else has been checked already
         return None
     artifact = open_engine(path)
     if (layer := artifact.mtp) is None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import Dense
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.threads import usable_cores
 from toolkit.models.spec import LinearSpec
 from toolkit.runners.base import RunnerError

@@ -7,13 +7,13 @@ each group of a row. B has one scale a column, by which A's product is multiplie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.artifacts.scales import UNSCALED, Scales
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.threads import usable_cores
 from toolkit.runners.native import library
 from toolkit.runners.native.packing.pack import TYPES

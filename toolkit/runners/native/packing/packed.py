@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from toolkit.base.lazy_dataclass import dataclass
 
 VECTOR, DENSE, INT = 0, 1, 2
 F32, BF16, F16, ONES = 0, 1, 2, 3

@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import UsageError
 from toolkit.runners.host_memory import free_host_bytes, host_bytes
 from toolkit.runners.tensor.devices.device import Device, Done, Fetched

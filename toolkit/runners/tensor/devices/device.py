@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.runners.host_memory import free_host_bytes, host_bytes
 
 Replay = Callable[[], None]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec import CrossSpec
 from toolkit.runners.tensor.layers.linear import Activations, Linear
 from toolkit.runners.tensor.layers.norms import LayerNorm, Norm

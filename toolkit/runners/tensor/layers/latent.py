@@ -7,13 +7,12 @@ values are the latent part of its own keys. For more tokens it costs less to mak
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.kernels.reference.cache import dequantize_heads, is_float8, slots_of
 from toolkit.models.spec import LatentSpec
 from toolkit.runners.tensor.cache import LayerCache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from toolkit import kernels
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
 from toolkit.artifacts.join import join_rows
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import UsageError
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.runners.tensor.devices.find import kernel_target

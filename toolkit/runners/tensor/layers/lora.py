@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec import LinearSpec
 from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.layers.linear import Activations, Linear, Placement

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec import NormSpec
 from toolkit.runners.tensor.ops import Ops
 from toolkit.runners.tensor.split import Split

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec import PerLayerSpec, PerLayerTable
 from toolkit.runners.tensor.layers.linear import Activations, Linear
 from toolkit.runners.tensor.layers.norms import LayerNorm, Norm

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.runners.tensor.split import Split
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, chosen of this rank's experts, weights) -> weighted sum

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.kernels.torch.recurrent import gated_norm, unit
 from toolkit.models.spec import DeltaSpec, MambaSpec
 from toolkit.runners.tensor.layers.linear import Activations, Linear

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec import ReuseSpec
 from toolkit.runners.tensor.layers.linear import Activations, Linear
 from toolkit.runners.tensor.layers.norms import LayerNorm, Norm

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.kernels import KernelError
 from toolkit.runners.tensor.devices.device import GraphDevice, Replay
 from toolkit.runners.tensor.step.inputs import DecodeArrays, GraphKey

@@ -7,10 +7,9 @@ memory that nobody wrote.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.kernels.triton.attention.plan import PROMPT_KEYS
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.step import StepBatch

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
 from toolkit.runners.routes import by_layer

@@ -9,10 +9,10 @@ were asked for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.kernels.triton.attention.plan import cut, kind_of
 from toolkit.models.spec import DecoderSpec, LinearSpec
 from toolkit.models.spec.decoder import Mixer

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.runners.step import SamplingBatch
 from toolkit.runners.tensor.devices.device import Device
 from toolkit.runners.tensor.ops import Ops

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.runners.tensor.devices.device import Fetched, GraphDevice
 
 ALIGNMENT = 16  # of every array's address: kernels are compiled for it

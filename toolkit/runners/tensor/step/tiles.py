@@ -7,11 +7,12 @@ fixes; so a graph gets room for more tiles than the step has, and those left ove
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 from torch import Tensor
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.kernels.triton.attention.plan import Sight, Tiles, cut, kind_of, range_of
 from toolkit.models.spec import DecoderSpec
 

@@ -8,10 +8,11 @@ import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.user_path import user_path
 from toolkit.errors import UsageError
 

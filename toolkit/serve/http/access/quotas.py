@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.option import spelled
 from toolkit.serve.http.access.users import User
 from toolkit.serve.http.errors import ApiError

@@ -12,13 +12,14 @@ import os
 import re
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field, fields
 from typing import Any
 
 import orjson
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import UsageError
 from toolkit.serve.http.access.auth import KEY, sent_keys
 from toolkit.serve.http.access.keys import ApiKeys, KeyRules

@@ -7,38 +7,38 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from toolkit.serve.http.openapi.answer import Answer
 
 Finish = Literal["stop", "length", "tool_calls"]
 
 
-class Fault(BaseModel):
+class Fault(Answer):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorAnswer(BaseModel):
+class ErrorAnswer(Answer):
     """OpenAI's envelope of an error."""
 
     error: Fault
 
 
-class AnthropicFault(BaseModel):
+class AnthropicFault(Answer):
     type: str
     message: str
     details: dict[str, Any] | None = None
 
 
-class AnthropicErrorAnswer(BaseModel):
+class AnthropicErrorAnswer(Answer):
     """Anthropic's envelope of an error."""
 
     type: Literal["error"]
     error: AnthropicFault
 
 
-class ModelCard(BaseModel):
+class ModelCard(Answer):
     """OpenAI's fields, Anthropic's, and vLLM's ``max_model_len`` and ``parent``."""
 
     id: str
@@ -52,7 +52,7 @@ class ModelCard(BaseModel):
     parent: str | None = None
 
 
-class Page(BaseModel):
+class Page(Answer):
     """A part of a list."""
 
     object: Literal["list"]
@@ -68,13 +68,13 @@ class ModelList(Page):
     has_more: Literal[False]
 
 
-class Health(BaseModel):
+class Health(Answer):
     status: Literal["healthy", "sleeping", "unhealthy", "shutting down"]
     reason: str | None = None
     restarting: bool | None = None
 
 
-class Usage(BaseModel):
+class Usage(Answer):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int | None = None
@@ -82,14 +82,14 @@ class Usage(BaseModel):
     completion_tokens_details: dict[str, int] | None = None
 
 
-class AnswerMessage(BaseModel):
+class AnswerMessage(Answer):
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(Answer):
     index: int
     message: AnswerMessage
     logprobs: dict[str, Any] | None
@@ -99,7 +99,7 @@ class ChatChoice(BaseModel):
     routed_experts: list[list[list[int]]] | None = None
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(Answer):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -112,7 +112,7 @@ class ChatCompletion(BaseModel):
     remote_token_ids: list[int] | None = None
 
 
-class TextChoice(BaseModel):
+class TextChoice(Answer):
     index: int
     text: str
     logprobs: dict[str, Any] | None
@@ -124,7 +124,7 @@ class TextChoice(BaseModel):
     cache_block_ids: list[str] | None = None
 
 
-class TextCompletion(BaseModel):
+class TextCompletion(Answer):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -133,7 +133,7 @@ class TextCompletion(BaseModel):
     usage: Usage
 
 
-class StoredResponse(BaseModel):
+class StoredResponse(Answer):
     """OpenAI's response object."""
 
     id: str
@@ -145,7 +145,7 @@ class StoredResponse(BaseModel):
     usage: dict[str, Any]
 
 
-class DeletedResponse(BaseModel):
+class DeletedResponse(Answer):
     id: str
     object: Literal["response"]
     deleted: bool
@@ -155,7 +155,7 @@ class InputItems(Page):
     data: list[dict[str, Any]]
 
 
-class AnthropicMessage(BaseModel):
+class AnthropicMessage(Answer):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -166,7 +166,7 @@ class AnthropicMessage(BaseModel):
     usage: dict[str, int]
 
 
-class CountedTokens(BaseModel):
+class CountedTokens(Answer):
     input_tokens: int
 
 
@@ -174,43 +174,43 @@ class CountedInput(CountedTokens):
     object: Literal["response.input_tokens"]
 
 
-class Tokens(BaseModel):
+class Tokens(Answer):
     count: int
     max_model_len: int
     tokens: list[int] | list[dict[str, Any]]
     token_strs: list[str] | None
 
 
-class Detokenized(BaseModel):
+class Detokenized(Answer):
     prompt: str
     content: str
 
 
-class Encoded(BaseModel):
+class Encoded(Answer):
     input_ids: list[int] | list[list[int]]
     length: int | list[int]
 
 
-class Embedding(BaseModel):
+class Embedding(Answer):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
-class Embeddings(BaseModel):
+class Embeddings(Answer):
     object: Literal["list"]
     data: list[Embedding]
     model: str
     usage: Usage
 
 
-class Ranked(BaseModel):
+class Ranked(Answer):
     index: int
     relevance_score: float
     document: dict[str, Any] | None = None
 
 
-class Ranking(BaseModel):
+class Ranking(Answer):
     id: str
     object: Literal["rerank"]
     model: str
@@ -218,13 +218,13 @@ class Ranking(BaseModel):
     usage: Usage
 
 
-class Score(BaseModel):
+class Score(Answer):
     index: int
     object: Literal["score"]
     score: float
 
 
-class Scores(BaseModel):
+class Scores(Answer):
     id: str
     object: Literal["list"]
     created: int
@@ -233,7 +233,7 @@ class Scores(BaseModel):
     usage: Usage
 
 
-class Class(BaseModel):
+class Class(Answer):
     """``label``: the likeliest; ``probs``: of each label."""
 
     index: int
@@ -242,7 +242,7 @@ class Class(BaseModel):
     num_classes: int
 
 
-class Classes(BaseModel):
+class Classes(Answer):
     id: str
     object: Literal["list"]
     created: int
@@ -251,7 +251,7 @@ class Classes(BaseModel):
     usage: Usage
 
 
-class Reward(BaseModel):
+class Reward(Answer):
     """``data``: the reward, or a number for each label of several."""
 
     index: int
@@ -259,7 +259,7 @@ class Reward(BaseModel):
     data: float | list[float]
 
 
-class Rewards(BaseModel):
+class Rewards(Answer):
     id: str
     object: Literal["list"]
     created: int
@@ -268,33 +268,33 @@ class Rewards(BaseModel):
     usage: Usage
 
 
-class Aborted(BaseModel):
+class Aborted(Answer):
     aborted: int
 
 
-class Ending(BaseModel):
+class Ending(Answer):
     status: Literal["shutting down"]
 
 
-class Sleeping(BaseModel):
+class Sleeping(Answer):
     is_sleeping: bool
 
 
-class Updated(BaseModel):
+class Updated(Answer):
     """``tensors``: that have come so far, of weights that are ``updated`` once all have."""
 
     updated: bool
     tensors: int
 
 
-class AdapterChanged(BaseModel):
+class AdapterChanged(Answer):
     """``loaded``: the adapter that has come, null where one has gone; ``adapters``: those there are now."""
 
     loaded: str | None
     adapters: list[str]
 
 
-class OllamaErrorAnswer(BaseModel):
+class OllamaErrorAnswer(Answer):
     """Ollama's envelope of an error."""
 
     error: str

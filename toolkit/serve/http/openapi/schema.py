@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from toolkit.serve.http.openapi.answer import Answer
 from toolkit.serve.http.openapi.answers import AnthropicErrorAnswer, ErrorAnswer, OllamaErrorAnswer
 
 REF = "#/components/schemas/{model}"
@@ -66,8 +68,16 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }
 
 
+def _shown(model: type[BaseModel]) -> dict[str, Any]:
+    """An answer's content, by its name: FastAPI, given the model itself, would make what checks its values, for each
+    status of each route, and no answer is checked."""
+    one = next(iter(get_args(model)), model)  # of a list
+    ref = {"$ref": REF.format(model=one.__name__)}
+    return {"application/json": {"schema": ref if one is model else {"type": "array", "items": ref}}}
+
+
 def _told(statuses: dict[int, str], envelope: type[BaseModel]) -> Responses:
-    return {status: {"model": envelope, "description": text} for status, text in statuses.items()}
+    return {status: {"content": _shown(envelope), "description": text} for status, text in statuses.items()}
 
 
 ERRORS = _told(STATUSES, ErrorAnswer)
@@ -80,11 +90,9 @@ def answered(
 ) -> dict[str, Any]:
     """Arguments of a route that answers with ``answer``, or where asked with a stream of this media type; ``also``:
     statuses that are its own."""
-    whole: dict[str, Any] = {"description": "The answer"}
-    if answer is not None:
-        whole["model"] = answer
+    whole: dict[str, Any] = {"description": "The answer", "content": {} if answer is None else _shown(answer)}
     if stream is not None:
-        whole["content"] = {stream: {"schema": {"description": "Pieces of the answer, one after the other"}}}
+        whole["content"][stream] = {"schema": {"description": "Pieces of the answer, one after the other"}}
     return {"summary": summary, "response_model": None, "responses": {200: whole, **_told(also or {}, ErrorAnswer)}}
 
 
@@ -105,17 +113,36 @@ def describe(
 
 
 def add_schemas(app: FastAPI, models: list[type[BaseModel]]) -> None:
-    """Make ``app.openapi()`` define ``models`` and everything they refer to."""
+    """Make ``app.openapi()`` define ``models``, those of bodies, those of answers and everything they refer to."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = generate()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        _, made = models_json_schema([(model, "validation") for model in models], ref_template=REF)
-        schemas.update(made["$defs"])
-        for operations in document["paths"].values():
-            for operation in operations.values():
-                operation["responses"].pop("422", None)  # FastAPI's own refusal, which no route here gives
+        operations = [operation for path in document["paths"].values() for operation in path.values()]
+        for operation in operations:
+            operation["responses"].pop("422", None)  # FastAPI's own refusal, which no route here gives
+        _, answers = models_json_schema([(m, "serialization") for m in _answers(operations)], ref_template=REF)
+        _, bodies = models_json_schema([(m, "validation") for m in models], ref_template=REF)
+        schemas.update(answers.get("$defs", {}) | bodies["$defs"])
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _answers(operations: Iterable[dict[str, Any]]) -> list[type[Answer]]:
+    """What they answer with."""
+    known = {kind.__name__: kind for kind in _kinds(Answer)}
+    schemas = [
+        content["schema"].get("items", content["schema"]).get("$ref", "")
+        for operation in operations
+        for response in operation["responses"].values()
+        for content in response.get("content", {}).values()
+    ]
+    return [known[name] for ref in dict.fromkeys(schemas) if (name := ref.rpartition("/")[2]) in known]
+
+
+def _kinds(base: type[Answer]) -> Iterator[type[Answer]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds(kind)

@@ -8,10 +8,10 @@ import contextvars
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 from toolkit.base import libc
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.option import spelled
 from toolkit.serve.http.access.users import current_user
 from toolkit.serve.http.errors import ApiError

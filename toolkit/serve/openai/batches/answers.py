@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel
-
+from toolkit.serve.http.openapi.answer import Answer
 from toolkit.serve.http.openapi.answers import Page
 
 
-class FileCard(BaseModel):
+class FileCard(Answer):
     id: str
     object: Literal["file"]
     bytes: int
@@ -25,31 +24,31 @@ class FileList(Page):
     data: list[FileCard]
 
 
-class DeletedFile(BaseModel):
+class DeletedFile(Answer):
     id: str
     object: Literal["file"]
     deleted: bool
 
 
-class BatchFault(BaseModel):
+class BatchFault(Answer):
     code: str
     line: int | None
     message: str
     param: str | None
 
 
-class BatchFaults(BaseModel):
+class BatchFaults(Answer):
     object: Literal["list"]
     data: list[BatchFault]
 
 
-class BatchCounts(BaseModel):
+class BatchCounts(Answer):
     total: int
     completed: int
     failed: int
 
 
-class BatchCard(BaseModel):
+class BatchCard(Answer):
     """OpenAI's batch; times are in seconds since 1970."""
 
     id: str

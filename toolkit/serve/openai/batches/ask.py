@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.serve.http.access.auth import KEY
 from toolkit.serve.http.in_process import scope_of
 from toolkit.serve.http.request_ids import HEADER

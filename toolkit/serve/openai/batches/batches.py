@@ -9,10 +9,11 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.option import spelled
 from toolkit.errors import ToolkitError
 from toolkit.serve.generation.turn import LAST, behind

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from codecs import BOM_UTF8
 from collections.abc import Iterator
-from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -12,6 +11,7 @@ from typing import IO, Any, Protocol
 from pydantic import BaseModel
 from pydantic_core import from_json
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.checks import shown
 from toolkit.serve.fields.protocol import ChatCompletionRequest, CompletionRequest
 from toolkit.serve.generation.read import SMALL

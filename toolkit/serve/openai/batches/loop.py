@@ -6,13 +6,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 import orjson
 from starlette.types import ASGIApp
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.configs.option import spelled
 from toolkit.errors import UsageError
 from toolkit.serve.generation.read import SMALL

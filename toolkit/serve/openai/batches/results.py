@@ -11,9 +11,9 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.http.replies import as_json
 from toolkit.serve.openai.batches.lines import split

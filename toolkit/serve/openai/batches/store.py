@@ -15,12 +15,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import plain, read
 from toolkit.base.user_path import user_path
 from toolkit.base.whole_file import write_whole

@@ -21,7 +21,7 @@ from toolkit.serve.fields.tools import NAME
 class Item(BaseModel):
     """Of the input; what items have besides the fields here (ids, statuses) is stepped over."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, defer_build=True)
 
 
 class Part(Item):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from toolkit.configs.checks import shown
 from toolkit.serve.http.errors import bad_field
 from toolkit.serve.openai.responses.fields import AnyItem, Called, Part, Picture, Referred, Returned, Said, Thought
 
 Item = dict[str, Any]
-_ADAPTER: TypeAdapter[Any] = TypeAdapter(AnyItem)
+_ADAPTER: TypeAdapter[Any] = TypeAdapter(AnyItem, config=ConfigDict(defer_build=True))
 PREFIXES = {
     "message": "msg",
     "function_call": "fc",

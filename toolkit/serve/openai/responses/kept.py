@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any
 
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.http.records import Records
 from toolkit.serve.http.sharing.shares import Shares
