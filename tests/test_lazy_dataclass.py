@@ -284,6 +284,50 @@ def test_it_is_pickled_and_matched() -> None:
             pytest.fail("not matched")
 
 
+def deriving(dataclass: Decorator, derives: Decorator, frozen_too: bool) -> Any:
+    """What comes of one that is frozen where another, frozen or not, is derived from it by ``derives``."""
+
+    @dataclass(frozen=True)
+    class Base:
+        a: int
+
+    def derive() -> Any:
+        @derives(frozen=frozen_too)
+        class Derived(Base):
+            b: int = 2
+
+        return Derived(1), told(lambda: setattr(Derived(1), "a", 2)), told(lambda: delattr(Derived(1), "b"))
+
+    return told(derive)
+
+
+@pytest.mark.parametrize("frozen_too", [True, False])
+@pytest.mark.parametrize("derives", [lazy_dataclass.dataclass, dataclasses.dataclass])
+def test_users_may_derive_from_it_as_from_the_librarys(derives: Decorator, frozen_too: bool) -> None:
+    expected = repr(deriving(dataclasses.dataclass, dataclasses.dataclass, frozen_too))
+    assert repr(deriving(lazy_dataclass.dataclass, derives, frozen_too)) == expected
+
+
+def test_what_it_says_of_itself_is_what_the_librarys_says() -> None:
+    for made in MADE:
+        ours, theirs = (
+            made(d).__dict__.get("__dataclass_params__") for d in (lazy_dataclass.dataclass, dataclasses.dataclass)
+        )
+        assert str(ours) == str(theirs)
+
+
+def test_an_object_that_is_called_has_the_signature_of_its_call() -> None:
+    @lazy_dataclass.dataclass
+    class Scaled:
+        by: int
+
+        def __call__(self, x: float) -> float:
+            return self.by * x
+
+    assert [*inspect.signature(Scaled).parameters] == ["by"]
+    assert [*inspect.signature(Scaled(2)).parameters] == ["x"]
+
+
 def test_a_mutable_default_is_refused_as_the_librarys() -> None:
     with pytest.raises(ValueError, match="mutable default"):
 

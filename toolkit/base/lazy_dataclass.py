@@ -29,7 +29,11 @@ def _made(cls: Any, frozen: bool, eq: bool, kw_only: bool) -> Any:
     own = cls.__dict__
     hashed = own.get("__hash__") is not None  # by a method of its own
     cls.__doc__ = cls.__doc__ or cls.__name__  # else the library writes one, from a signature
-    dataclasses.dataclass(init=False, repr=False, eq=False, kw_only=kw_only)(cls)
+    held = frozen and any(_frozen_as(base) for base in cls.__mro__[1:])  # whose own the library wants to be so too
+    dataclasses.dataclass(init=False, repr=False, eq=False, kw_only=kw_only, frozen=held)(cls)
+    params = cls.__dataclass_params__  # by which the library tells whether what is derived may be frozen
+    params.init = params.repr = True
+    params.eq, params.frozen = eq, frozen
     fields = dataclasses.fields(cls)
     if "__init__" not in own:
         cls.__init__ = _first_init(cls, fields, frozen)
@@ -42,9 +46,14 @@ def _made(cls: Any, frozen: bool, eq: bool, kw_only: bool) -> Any:
         if not hashed:
             counted = [f.name for f in fields if (f.compare if f.hash is None else f.hash)]
             cls.__hash__ = _hash(counted) if frozen else None
-    if frozen:
+    if frozen and not held:
         cls.__setattr__, cls.__delattr__ = _frozen(cls, frozenset(f.name for f in fields))
     return cls
+
+
+def _frozen_as(base: type) -> bool:
+    params = base.__dict__.get("__dataclass_params__")
+    return params is not None and params.frozen
 
 
 def _first_init(cls: Any, fields: tuple[Field[Any], ...], frozen: bool) -> Callable[..., None]:
@@ -105,6 +114,8 @@ class _Signature:
     """What ``inspect.signature`` finds of a class: that of the ``__init__`` that there will be."""
 
     def __get__(self, instance: Any, owner: Any) -> inspect.Signature:
+        if instance is not None:
+            raise AttributeError("__signature__")  # that of an object is its __call__'s
         init = owner.__init__
         found = inspect.signature(init.settle() if hasattr(init, "settle") else init)
         return found.replace(parameters=list(found.parameters.values())[1:])
