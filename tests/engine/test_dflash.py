@@ -148,6 +148,10 @@ def test_what_of_speculators_form_cannot_be_is_refused_in_a_line(
         ".*mask_token_id": {"mask_token_id": None},
         ".*transformer_layer_config: expected an object": {"transformer_layer_config": None},
         ".*model_type: expected llama or qwen3": {"transformer_layer_config": {"model_type": "gpt2"}},
+        r".*model_type: expected llama or qwen3, found \['qwen3'\]": {
+            "transformer_layer_config": {"model_type": ["qwen3"]}
+        },
+        ".*hidden_size: found wide": {"transformer_layer_config": {"model_type": "llama", "hidden_size": "wide"}},
         ".*draft_vocab_size": {"draft_vocab_size": 1000},
         ".*tensor lm_head.weight: expected shape .101, ": {"draft_vocab_size": 101},
     }.items():

@@ -584,11 +584,19 @@ def test_the_template_says_how_calls_are_written(source: str, name: str | None) 
     assert (found.name if found else None) == name
 
 
+def nested(schema: Any) -> Any:
+    """It, as the one way of the one way of …"""
+    for _ in range(40):
+        schema = {"anyOf": [schema]}
+    return schema
+
+
 PLACES = {
     "Place": {"type": "object", "properties": {"street": {"type": "string"}}},
     "Colour": {"type": "string", "enum": ["1", "2"]},
     "Chain": {"anyOf": [{"$ref": "#/$defs/Chain"}, {"$ref": "#/$defs/Chain"}]},
     **{f"Next{i}": {"$ref": f"#/$defs/Next{i + 1}"} for i in range(5000)},
+    **{f"Deep{i}": nested({"$ref": f"#/$defs/Deep{i + 1}"}) for i in range(50)},
 }  # as pydantic writes the classes of a parameter
 
 
@@ -605,6 +613,7 @@ PLACES = {
         ({"anyOf": [{"$ref": "#/nowhere/at all"}, {"type": "null"}]}, "[1]", [1]),
         ({"$ref": "#/$defs/Chain"}, "[1]", [1]),
         ({"$ref": "#/$defs/Next0"}, "[1]", [1]),
+        ({"$ref": "#/$defs/Deep0"}, "[1]", [1]),
         ({"type": "integer"}, "None", None),
         ({"type": ["integer", "null"]}, "null", None),
         ({"type": "string"}, "None", "None"),

@@ -193,6 +193,8 @@ def test_heads_that_cannot_be(trained: tuple[Path, Path], tmp_path: Path) -> Non
     inner = config["transformer_layer_config"]
     with pytest.raises(ToolkitError, match="num_hidden_layers: expected 1, found 2"):
         read_head_spec(_changed(path, tmp_path / "b", transformer_layer_config=inner | {"num_hidden_layers": 2}))
+    with pytest.raises(ToolkitError, match=r"model_type: expected llama or qwen3, found \['llama'\]"):
+        read_head_spec(_changed(path, tmp_path / "e", transformer_layer_config=inner | {"model_type": ["llama"]}))
     with pytest.raises(ToolkitError, match="speculators_model_type: expected eagle3, found 'dflash'"):
         read_head_spec(_changed(path, tmp_path / "c", speculators_model_type="dflash"))
     with pytest.raises(ToolkitError, match="expected an EAGLE-3 head"):

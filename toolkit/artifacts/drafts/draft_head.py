@@ -165,7 +165,8 @@ def layer_config(config: Mapping[str, Any], file: Path, kinds: Collection[str]) 
     inner = config.get("transformer_layer_config", config)
     if not isinstance(inner, dict):
         raise ToolkitError(f"{file}: transformer_layer_config: expected an object, found {type(inner).__name__}")
-    if (kind := inner.get("model_type", "llama")) not in kinds:
+    kind = inner.get("model_type", "llama")
+    if not isinstance(kind, str) or kind not in kinds:
         raise ToolkitError(f"{file}: model_type: expected {' or '.join(kinds)}, found {kind!r:.40}")
     if (count := inner.get("num_hidden_layers", 1)) != 1:
         raise ToolkitError(f"{file}: num_hidden_layers: expected 1, found {count!r:.40}")

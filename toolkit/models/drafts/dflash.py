@@ -93,12 +93,13 @@ def _by_speculators(config: dict[str, Any], source: str, model: DecoderSpec) -> 
     inner = config.get("transformer_layer_config")
     if not isinstance(inner, dict):
         raise ToolkitError(f"{source}: transformer_layer_config: expected an object, found {type(inner).__name__}")
-    if (kind := inner.get("model_type", "qwen3")) not in BY_TYPE:
+    kind = inner.get("model_type", "qwen3")
+    if not isinstance(kind, str) or kind not in BY_TYPE:
         raise ToolkitError(f"{source}: model_type: expected {' or '.join(BY_TYPE)}, found {kind!r:.40}")
     layers = {**BY_TYPE[kind], **inner}
     if kind == "llama":  # its layers are a Qwen3's all the same; what a Llama leaves out is another thing
-        heads = Fields(layers, source).integer("num_attention_heads")
-        layers = {"num_key_value_heads": heads, "head_dim": int(layers["hidden_size"]) // heads} | layers
+        heads, width = (Fields(layers, source).integer(name) for name in ("num_attention_heads", "hidden_size"))
+        layers = {"num_key_value_heads": heads, "head_dim": width // heads} | layers
     layers |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": False}
     told = Fields(layers, source)
     _check_size(told, model)
