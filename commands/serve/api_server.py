@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.base.ending import exits_at_sigterm
 from toolkit.commands.app.config_file import FLAG as CONFIG
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags, with_lmdeploy_flags
 from toolkit.commands.output import say, show_engine, stderr
@@ -64,19 +66,19 @@ def run(
 
 def serve_one(model: str, settings: ServerSettings, engine: EngineFlags, config: EngineConfig) -> None:
     """Serve ``model``, with what there is to say on standard error."""
-    # What runs beside the server imports its own while this process imports the server, which takes longest.
-    child, renderer = _begun(config)
-    from toolkit.serve import run
+    with exits_at_sigterm(), contextlib.ExitStack() as ending:
+        # What runs beside the server imports its own while this process imports the server, which takes longest.
+        child, renderer = _begun(config, ending)
+        from toolkit.serve import run
 
-    told = partial(say, style="dim")
+        told = partial(say, style="dim")
 
-    def ready(url: str, opened: run.AsyncEngine) -> None:
-        show_engine(stderr(), opened)
-        hint = "listening at " if settings.no_page else "open it in a browser to chat: "
-        say(f"HINT:    The server is ready; {hint}{url}")
-        say(f"INFO:    Uvicorn running on {url} (Press CTRL+C to quit)")
+        def ready(url: str, opened: run.AsyncEngine) -> None:
+            show_engine(stderr(), opened)
+            hint = "listening at " if settings.no_page else "open it in a browser to chat: "
+            say(f"HINT:    The server is ready; {hint}{url}")
+            say(f"INFO:    Uvicorn running on {url} (Press CTRL+C to quit)")
 
-    try:
         run.serve(
             model,
             settings,
@@ -88,19 +90,18 @@ def serve_one(model: str, settings: ServerSettings, engine: EngineFlags, config:
             progress=told,
             ready=ready,
         )
-    finally:
-        if child is not None:
-            child.kill()  # which has ended, unless the server never came to open an engine
 
 
-def _begun(config: EngineConfig) -> tuple[Child | None, Renderer]:
-    """The processes of the engine and of templates."""
+def _begun(config: EngineConfig, ending: contextlib.ExitStack) -> tuple[Child | None, Renderer]:
+    """The processes of the engine, which is killed at the end unless it has ended, and of templates."""
     from toolkit.chat.renderer import Renderer
     from toolkit.engine.load.ranks import leads
     from toolkit.engine.process.process_loop import Child
 
-    renderer = Renderer()
-    child = Child() if leads(config) else None
+    renderer, child = Renderer(), None
+    if leads(config):
+        child = Child()
+        ending.callback(child.kill)
     renderer.start()
     return child, renderer
 

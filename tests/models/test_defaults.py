@@ -27,6 +27,8 @@ SIZES = dict(
 EXPERTS = dict(num_local_experts=4, num_experts=4, n_routed_experts=16, num_experts_per_tok=2)
 OWN = {
     "bitnet": dict(num_attention_heads=20, hidden_size=1280),
+    "distilbert": dict(dim=1024, hidden_dim=256, n_layers=6, n_heads=64),
+    "electra": dict(embedding_size=1024),
     "deepseek_v3": dict(num_attention_heads=128),
     "ernie4_5_moe": dict(moe_num_experts=4, moe_k=2),
     "codegen": dict(num_attention_heads=16),

@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from toolkit.artifacts.recipe import open_recipe
+from toolkit.base.ending import exits_at_sigterm
 from toolkit.base.lazy_dataclass import dataclass
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.settings import describe
@@ -197,7 +198,7 @@ def run_app(
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    with _terminate_while_loading():  # until the loop sees to signals; from here on clients can connect
+    with exits_at_sigterm():  # until the loop sees to signals; from here on clients can connect
         listen(sock)
         ready(url)
         asyncio.run(run())
@@ -241,7 +242,7 @@ def serve(
     with (
         contextlib.closing(bind(address.host, address.port)) as sock,
         contextlib.closing(FileStore(settings.batch_dir, settings.limits)) as files,
-        _terminate_while_loading(),
+        exits_at_sigterm(),
     ):
         renderer = renderer or Renderer()
         renderer.start()  # it comes up while the model loads
@@ -322,17 +323,3 @@ def _announcement(settings: ServerSettings) -> Announcement | None:
     found = Announcement(settings.proxy_url, settings.proxy_key, settings.node_url)
     found.check()
     return found
-
-
-@contextlib.contextmanager
-def _terminate_while_loading() -> Iterator[None]:
-    """SIGTERM while the model still loads unwinds the stack as an exit, so that no process is left behind."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise SystemExit(0)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
