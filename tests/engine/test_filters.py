@@ -144,6 +144,23 @@ def test_temperature_moves_with_what_is_uncertain(support: Any, move: float) -> 
     np.testing.assert_allclose(found, wanted, atol=0.035)
 
 
+def test_what_a_grammar_rules_out_is_no_choice(support: Any) -> None:
+    x = np.array([-np.inf, 2.0, 1.0, 0.0, -np.inf], np.float32)
+    assert drawn(support, x, Filters(xtc_probability=1.0, xtc_threshold=0.0), 50)[3] == 1
+    even = np.array([1.0, 1.0, *[-np.inf] * 60], np.float32)  # as uncertain as can be, so hot that one is drawn often
+    even[1] -= 1.5
+    f = Filters(dynatemp_range=1.0, dynatemp_exponent=1.0)
+    np.testing.assert_allclose(drawn(support, even, f)[:2], drawn(support, even[:2], f), atol=1e-9)
+
+
+@pytest.mark.parametrize("move", [0.0, 1.0])
+def test_the_best_of_what_is_left_comes_where_it_is_cold(support: Any, move: float) -> None:
+    """However unlikely beside what was left out."""
+    x = np.array([9.0, 4.0, 0.0, -1.0, -2.0], np.float32)
+    f = Filters(xtc_probability=1.0, xtc_threshold=0.005, dynatemp_range=move, dynatemp_exponent=100.0)
+    assert drawn(support, x, f, 50, temperature=0.005)[1] == 1
+
+
 def test_without_filters_nothing_changes(support: Any) -> None:
     x = logits(5)
     s = batch(support, seed=3, top_k=20, top_p=0.9, min_p=0.02, temperature=0.8)

@@ -58,12 +58,14 @@ class Filtering:
         moves = f.dynatemp_range > 0
         p = host_sampler.probabilities(x, 1.0 if moves else temperature)
         kept = host_sampler.kept(p, s, row)
-        kept = typical(p, kept, f.typical_p)
+        kept = typical(p, kept[np.isfinite(x[kept])], f.typical_p)  # what is ruled out is no choice
         plain = p if moves else host_sampler.probabilities(x, 1.0)
         if f.xtc_probability > 0 and uniform(int(s.seed[row]) ^ OTHER_DRAW, int(s.position[row])) < f.xtc_probability:
             kept = without_top_choices(plain, kept, f.xtc_threshold)
         if moves:
-            p = host_sampler.probabilities(x, self._moved(plain[kept], temperature))
+            temperature = self._moved(plain[kept], temperature)
+        p = np.zeros(len(x))
+        p[kept] = host_sampler.probabilities(x[kept], temperature)  # beside those cut they may be too small for numbers
         return host_sampler.chosen(p, kept, s, row)
 
     def _moved(self, p: NDArray[np.float64], temperature: float) -> float:
