@@ -73,6 +73,14 @@ def test_repeats_cost_what_their_length_says(
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("breaker", "alike"), [("bc", 2), ("c", 2), ("cf", 1), ("bcfg", 0), ("cb", 10)])
+def test_a_breaker_may_be_several_tokens(breaker: str, alike: int) -> None:
+    """Of the text bcfg bcfg bcfg, a token each letter."""
+    f = Filters(dry_multiplier=1.0, dry_base=1.5, dry_allowed_length=1, dry_sequence_breakers=[breaker])
+    found = Filtering(f, TEXTS).penalized(np.zeros(VOCAB, np.float32), np.array([1, 2, 5, 6] * 3, np.int32))
+    assert -found[1] == pytest.approx(1.5 ** (min(alike, 8) - 1) if alike else 0.0)
+
+
 @pytest.mark.parametrize("base", [1.0, 1.001, 1.75, 100.0])
 def test_a_text_of_one_token_ends(base: float) -> None:
     f = Filters(dry_multiplier=2.0, dry_base=base)
