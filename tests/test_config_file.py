@@ -56,6 +56,13 @@ def test_what_is_typed_counts_before(file: Path) -> None:
     assert "--no-enable-prefix-caching" not in again
 
 
+def test_values_are_what_is_written(file: Path) -> None:
+    """Not what YAML 1.1 takes them for: false, 8, 1.1 and a date."""
+    file.write_text("speculative-shared: off\napi-keys: [010, 1.10, 2026-01-02, null]\nchat-template: ~\n")
+    flags = ["--speculative-shared=off", "--api-keys=010", "--api-keys=1.10", "--api-keys=2026-01-02"]
+    assert read("api_server", "--config", file) == ["api_server", *flags]
+
+
 def test_other_commands_have_their_own_word_for_it(file: Path) -> None:
     assert normalise(["eval", "lm_eval", "--config", str(file)])[0] == ["eval", "lm_eval", "--config", str(file)]
     assert read("api_server", "--", "--config", file)[1:] == ["--", "--config", str(file)]
@@ -76,6 +83,8 @@ def test_a_server_takes_its_options_from_it(file: Path, support: Any) -> None:
         ("1: 2\n", "expected lines such as session-len: 4096"),
         ("a: [b\n", "expected YAML"),
         ("api-keys: [[a]]\n", "api-keys: expected a value, or a list of them"),
+        ("hf-overrides: {a: 2026-01-02}\n", "hf-overrides: expected what JSON can say"),
+        ("hf-overrides: &a {a: *a}\n", "hf-overrides: expected what JSON can say"),
         ("config: other.yaml\n", "config: a file names no other"),
     ],
 )
@@ -91,6 +100,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path, support: Any) -> None
     assert done.returncode == 2 and "none.yaml: No such file" in done.stderr
     done = tool("serve", "api_server", "demo", "--config")
     assert done.returncode == 2 and "--config: expected a file" in done.stderr
+    done = tool("serve", "api_server", "demo", "--config", "a", "--config=b")
+    assert done.returncode == 2 and "--config: expected one file" in done.stderr
 
 
 def test_what_is_on_by_itself_has_a_flag_that_turns_it_off() -> None:

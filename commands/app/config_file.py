@@ -8,14 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from toolkit.base.user_path import user_path
 from toolkit.errors import UsageError
 
+if TYPE_CHECKING:
+    import yaml
+
 FLAG = "--config"
 # What is on unless a flag of its own turns it off: all other flags are left out to be off.
 ON = ("enable-prefix-caching",)
+_STR, _BOOL, _NULL = (f"tag:yaml.org,2002:{name}" for name in ("str", "bool", "null"))
 
 
 def expanded(argv: Sequence[str]) -> list[str]:
@@ -28,6 +32,8 @@ def expanded(argv: Sequence[str]) -> list[str]:
     at = next((i for i, word in enumerate(words[:end]) if word == FLAG or word.startswith(FLAG + "=")), None)
     if at is None:
         return words
+    if any(word == FLAG or word.startswith(FLAG + "=") for word in words[at + 1 : end]):
+        raise UsageError(f"{FLAG}: expected one file, found another behind it; write all options into one")
     typed = words.pop(at)
     name = typed.partition("=")[2] if "=" in typed else words.pop(at) if at < len(words) else ""
     if not name:
@@ -43,15 +49,15 @@ def _read(file: Path, typed: set[str]) -> tuple[list[str], list[str]]:
     import yaml
 
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        found = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
     except OSError as error:
         raise UsageError(f"{FLAG} {file}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{FLAG} {file}: expected YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+    if not isinstance(found, yaml.MappingNode) or not all(key.tag == _STR for key, _ in found.value):
         raise UsageError(f"{FLAG} {file}: expected lines such as session-len: 4096, each with an option's name")
     models, flags = [], list[str]()
-    for key, value in found.items():
+    for key, value in ((key.value, value) for key, value in found.value):
         option = f"--{key.replace('_', '-')}"
         values = list(_texts(value, f"{FLAG} {file}: {key}"))
         if option == FLAG:
@@ -60,16 +66,27 @@ def _read(file: Path, typed: set[str]) -> tuple[list[str], list[str]]:
             models = [str(one) for one in values]
         elif option in typed:
             continue
-        elif value is False:
+        elif values == [False]:
             flags += [f"--no-{option[2:]}"] if option[2:] in ON and f"--no-{option[2:]}" not in typed else []
         else:
             flags += [option if one is True else f"{option}={one}" for one in values]
     return models, flags
 
 
-def _texts(value: Any, where: str) -> Iterator[str | bool]:
-    """Each value of an option as it is typed. Raises UsageError for what nobody can type."""
-    for one in value if isinstance(value, list) else [] if value is None else [value]:
-        if isinstance(one, list):
+def _texts(node: yaml.Node, where: str) -> Iterator[str | bool]:
+    """Each value of an option as it is typed: of YAML's own readings, by which off is false and 010 is 8, true, false
+    and null alone. Raises UsageError for what nobody can type."""
+    import yaml
+
+    for one in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+        if isinstance(one, yaml.SequenceNode):
             raise UsageError(f"{where}: expected a value, or a list of them, found a list in a list")
-        yield one if isinstance(one, bool) else json.dumps(one) if isinstance(one, dict) else str(one)
+        if isinstance(one, yaml.MappingNode):
+            try:
+                yield json.dumps(yaml.SafeLoader("").construct_document(one))
+            except (yaml.YAMLError, TypeError, ValueError) as error:  # dates, keys that are lists, what holds itself
+                raise UsageError(f"{where}: expected what JSON can say: {' '.join(str(error).split())}") from error
+        elif one.tag == _BOOL and one.value.lower() in ("true", "false"):
+            yield one.value.lower() == "true"
+        elif one.tag != _NULL:
+            yield one.value

@@ -73,6 +73,14 @@ def test_repeats_cost_what_their_length_says(
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("breaker", "alike"), [("bc", 2), ("c", 2), ("cf", 1), ("bcfg", 0), ("cb", 10)])
+def test_a_breaker_may_be_several_tokens(breaker: str, alike: int) -> None:
+    """Of the text bcfg bcfg bcfg, a token each letter."""
+    f = Filters(dry_multiplier=1.0, dry_base=1.5, dry_allowed_length=1, dry_sequence_breakers=[breaker])
+    found = Filtering(f, TEXTS).penalized(np.zeros(VOCAB, np.float32), np.array([1, 2, 5, 6] * 3, np.int32))
+    assert -found[1] == pytest.approx(1.5 ** (min(alike, 8) - 1) if alike else 0.0)
+
+
 @pytest.mark.parametrize("base", [1.0, 1.001, 1.75, 100.0])
 def test_a_text_of_one_token_ends(base: float) -> None:
     f = Filters(dry_multiplier=2.0, dry_base=base)
@@ -142,6 +150,23 @@ def test_temperature_moves_with_what_is_uncertain(support: Any, move: float) -> 
     f = Filters(dynatemp_range=move, dynatemp_exponent=2.0, typical_p=1.0)
     found = drawn(support, x.astype(np.float32), f, temperature=0.7)
     np.testing.assert_allclose(found, wanted, atol=0.035)
+
+
+def test_what_a_grammar_rules_out_is_no_choice(support: Any) -> None:
+    x = np.array([-np.inf, 2.0, 1.0, 0.0, -np.inf], np.float32)
+    assert drawn(support, x, Filters(xtc_probability=1.0, xtc_threshold=0.0), 50)[3] == 1
+    even = np.array([1.0, 1.0, *[-np.inf] * 60], np.float32)  # as uncertain as can be, so hot that one is drawn often
+    even[1] -= 1.5
+    f = Filters(dynatemp_range=1.0, dynatemp_exponent=1.0)
+    np.testing.assert_allclose(drawn(support, even, f)[:2], drawn(support, even[:2], f), atol=1e-9)
+
+
+@pytest.mark.parametrize("move", [0.0, 1.0])
+def test_the_best_of_what_is_left_comes_where_it_is_cold(support: Any, move: float) -> None:
+    """However unlikely beside what was left out."""
+    x = np.array([9.0, 4.0, 0.0, -1.0, -2.0], np.float32)
+    f = Filters(xtc_probability=1.0, xtc_threshold=0.005, dynatemp_range=move, dynatemp_exponent=100.0)
+    assert drawn(support, x, f, 50, temperature=0.005)[1] == 1
 
 
 def test_without_filters_nothing_changes(support: Any) -> None:

@@ -30,7 +30,6 @@ class Filtering:
         self.filters = filters
         self._spoken = spoken
         self._breakers = [text.encode("utf-8", "surrogatepass") for text in filters.dry_sequence_breakers]
-        self._breaks: dict[int, bool] = {}  # by token, as far as asked
 
     def penalized(self, x: F32, tokens: NDArray[np.int32]) -> F32:
         """Logits [V], changed in place, after DRY: the penalty of a token that would go on with a repeat of the end of
@@ -58,12 +57,14 @@ class Filtering:
         moves = f.dynatemp_range > 0
         p = host_sampler.probabilities(x, 1.0 if moves else temperature)
         kept = host_sampler.kept(p, s, row)
-        kept = typical(p, kept, f.typical_p)
+        kept = typical(p, kept[np.isfinite(x[kept])], f.typical_p)  # what is ruled out is no choice
         plain = p if moves else host_sampler.probabilities(x, 1.0)
         if f.xtc_probability > 0 and uniform(int(s.seed[row]) ^ OTHER_DRAW, int(s.position[row])) < f.xtc_probability:
             kept = without_top_choices(plain, kept, f.xtc_threshold)
         if moves:
-            p = host_sampler.probabilities(x, self._moved(plain[kept], temperature))
+            temperature = self._moved(plain[kept], temperature)
+        p = np.zeros(len(x))
+        p[kept] = host_sampler.probabilities(x[kept], temperature)  # beside those cut they may be too small for numbers
         return host_sampler.chosen(p, kept, s, row)
 
     def _moved(self, p: NDArray[np.float64], temperature: float) -> float:
@@ -102,18 +103,20 @@ class Filtering:
         return min(LONGEST, f.dry_allowed_length + (math.ceil(math.log(DEAD) / rise) if rise > 0 else 1))
 
     def _since_breaker(self, tokens: NDArray[np.int32]) -> int:
+        """Tokens behind the one in which the last breaker ends, which may have begun in one before it."""
         last = tokens[-LONGEST:].tolist()
-        for count, token in enumerate(reversed(last)):
-            if self._breaks_at(token):
-                return count
-        return len(last)
-
-    def _breaks_at(self, token: int) -> bool:
-        known = self._breaks.get(token)
-        if known is None:
-            text = self._spoken[token] if token < len(self._spoken) else b""
-            known = self._breaks[token] = any(breaker in text for breaker in self._breakers)
-        return known
+        if not self._breakers:
+            return len(last)
+        said = [self._spoken[token] if token < len(self._spoken) else b"" for token in last]
+        text = b"".join(said)
+        end = max((at + len(b) for b in self._breakers if (at := text.rfind(b)) >= 0), default=0)
+        left, count = len(text) - end, 0
+        for part in reversed(said):
+            left -= len(part)
+            if left < 0:
+                break
+            count += 1
+        return count
 
 
 def typical(p: NDArray[np.float64], kept: NDArray[np.int64], mass: float) -> NDArray[np.int64]:
