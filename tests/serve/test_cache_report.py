@@ -13,6 +13,13 @@ def test_a_key_is_told_of_its_own_prompts_alone() -> None:
     assert prompts.seen("a", [1, 2, 4, 5], compare=True) == 3
 
 
+def test_a_salt_is_told_of_prompts_with_it_alone() -> None:
+    prompts = Prompts()
+    prompts.seen("a", [1, 2, 3], compare=False, salt="x")
+    assert prompts.seen("a", [1, 2, 4], compare=True) == prompts.seen("a", [1, 2, 4], compare=True, salt="y") == 0
+    assert prompts.seen("a", [1, 2, 4], compare=True, salt="x") == 2
+
+
 def test_a_greedy_key_forgets_its_own() -> None:
     prompts = Prompts()
     prompts.seen("a", [1, 2, 3], compare=False)

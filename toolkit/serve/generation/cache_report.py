@@ -20,17 +20,17 @@ class Prompts:
     """The last prompts of a server, each its owner's: nobody is told how another's began. Called from any thread."""
 
     def __init__(self) -> None:
-        self._last: list[tuple[str, NDArray[np.int32]]] = []
+        self._last: list[tuple[str, str, NDArray[np.int32]]] = []  # owner, salt, token ids
         self._shares = Shares()
         self._lock = threading.Lock()
 
-    def seen(self, owner: str, token_ids: Sequence[int], *, compare: bool) -> int:
-        """How many tokens this prompt begins with as another of ``owner`` did before, where that is asked; from now on
-        it is one of those."""
+    def seen(self, owner: str, token_ids: Sequence[int], *, compare: bool, salt: str = "") -> int:
+        """How many tokens this prompt begins with as another of ``owner`` with the same ``salt`` did before, where that
+        is asked; from now on it is one of those."""
         ids = np.asarray(token_ids, np.int32)
         with self._lock:
-            own = [other for name, other in self._last if name == owner] if compare else []
-            self._last.append((owner, ids))
+            own = [other for *whose, other in self._last if whose == [owner, salt]] if compare else []
+            self._last.append((owner, salt, ids))
             self._shares.add(owner, 1)
             if len(self._last) > MOST:
                 self._forget()
@@ -38,7 +38,7 @@ class Prompts:
 
     def _forget(self) -> None:
         """The oldest prompt of the owner who has most."""
-        oldest = self._shares.greediest((name, i) for i, (name, _) in enumerate(self._last))
+        oldest = self._shares.greediest((name, i) for i, (name, *_) in enumerate(self._last))
         assert oldest is not None
         self._shares.add(self._last.pop(oldest)[0], -1)
 

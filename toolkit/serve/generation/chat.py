@@ -59,16 +59,16 @@ class Chat:
         )
         bare = replace(state.template_of(request.model).with_stops(config), shown_special_tokens=formats.shown)
         self._guided = formats.guide(request, begun) is not None
-        asks, owner = bool(request.cache_report), current_user().owner
+        asks, owner, salt = bool(request.cache_report), current_user().owner, request.cache_salt or ""
 
         def finish() -> tuple[GenerationConfig, Budget | None, int, list[int]]:
-            seen = state.prompts.seen(owner, token_ids, compare=asks)
+            seen = state.prompts.seen(owner, token_ids, compare=asks, salt=salt)
             return self._ruled(bare, begun), self._budget(bare, begun), seen, self._predicted()
 
         config, budget, seen, predicted = await run_sized(state, finish, self.size)
         adapter = state.adapter_of(request.model)
         common: Any = {"priority": state.priority(request.priority), "label": request.session_id, "pictures": pictures}
-        common |= {"prediction": predicted, "salt": request.cache_salt or ""}
+        common |= {"prediction": predicted, "salt": salt}
         self.choices = [
             Choice(i, 0, token_ids, choice_config(config, i), adapter, **common, budget=budget and budget.of_choice(i))
             for i in range(request.drawn)
