@@ -19,8 +19,11 @@ esac
 """
 
 
-def ran(tmp_path: Path, *arguments: str, beside: int = 0, alone: int = 0) -> tuple[int, str, list[list[str]]]:
-    """Exit code, what is said at the end, and the calls: name, threads, arguments."""
+def ran(
+    tmp_path: Path, *arguments: str, beside: int = 0, alone: int = 0, late: str = ""
+) -> tuple[int, str, list[list[str]]]:
+    """Exit code, what is said at the end, and the calls: name, threads, arguments. ``late``: what of the first part may
+    be tried once more."""
     for folder in ("scripts/shell", ".venv/bin", "tests/a"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "test", tmp_path / "scripts" / "test")
@@ -29,6 +32,8 @@ def ran(tmp_path: Path, *arguments: str, beside: int = 0, alone: int = 0) -> tup
     for name in ("ruff", "mypy", "pytest"):
         (tmp_path / ".venv" / "bin" / name).write_text(TOOL)
         (tmp_path / ".venv" / "bin" / name).chmod(0o755)
+    (tmp_path / ".venv" / "bin" / "python").write_text(f"#!/bin/sh\nprintf %s '{late}'\n")
+    (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
     (tmp_path / "tests" / "a" / "test_x.py").write_text("pytestmark = pytest.mark.alone")
     (tmp_path / "tests" / "a" / "test_y.py").write_text("")
     env = {"PATH": os.environ["PATH"], "LOG": str(tmp_path / "log"), "BESIDE": str(beside), "ALONE": str(alone)}
@@ -61,6 +66,12 @@ def test_either_part_fails_the_whole_and_both_run(tmp_path: Path, beside: int, a
     code, said, calls = ran(tmp_path, beside=beside, alone=alone)
     assert code == 1 and len(calls) == 5 and said.startswith("tests failed after")
     assert ("beside each other" in said, "run alone" in said) == (bool(beside), bool(alone))
+
+
+def test_what_passes_by_itself_is_named(tmp_path: Path) -> None:
+    code, said, calls = ran(tmp_path, beside=1, late="tests/serve/test_z.py::test_one")
+    assert code == 0 and "to be mended: tests/serve/test_z.py::test_one" in said
+    assert calls[4][2].endswith("-m not slow tests/serve/test_z.py::test_one") and len(calls) == 6
 
 
 @pytest.mark.parametrize("code", [2, 130])

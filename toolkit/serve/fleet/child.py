@@ -124,4 +124,4 @@ class Launcher:
         wanted = rest / self.models if rest > 0 else (self.budget - own) / 2
         free = psutil.virtual_memory().available - own
         share = min(max(wanted / max(free, 1), 0.001), 0.25)
-        return {"cache_max_entry_count": share, "memory_share": own + max(0, int(share * free))}
+        return {"cache_max_entry_count": share, "memory_share": max(1, own + int(share * max(free, 0)))}
