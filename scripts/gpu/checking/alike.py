@@ -34,7 +34,6 @@ def opened(family: str, device: str) -> Any:
     options = RunnerOptions(device=device, dtype=config["dtype"], block_size=BLOCK, batch_invariant=True)
     if device != "cpu":
         return TensorRunner(spec, lambda: weights, options, graphs=CudaDevice(torch.device("cuda")))
-    of_tests("interpreted").exact_products()
     graphs = of_tests("graphs")
     ops = graphs.interpreted_ops("linear", alike=True, **model_traits(spec))
     return TensorRunner(spec, lambda: weights, options, graphs=graphs.CpuDevice(), ops=ops)
