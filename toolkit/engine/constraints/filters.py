@@ -58,11 +58,10 @@ class Filtering:
         p = host_sampler.probabilities(x, 1.0 if moves else temperature)
         kept = host_sampler.kept(p, s, row)
         kept = typical(p, kept[np.isfinite(x[kept])], f.typical_p)  # what is ruled out is no choice
-        plain = p if moves else host_sampler.probabilities(x, 1.0)
         if f.xtc_probability > 0 and uniform(int(s.seed[row]) ^ OTHER_DRAW, int(s.position[row])) < f.xtc_probability:
-            kept = without_top_choices(plain, kept, f.xtc_threshold)
+            kept = without_top_choices(p if moves else host_sampler.probabilities(x, 1.0), kept, f.xtc_threshold)
         if moves:
-            temperature = self._moved(plain[kept], temperature)
+            temperature = self._moved(p[kept], temperature)
         p = np.zeros(len(x))
         p[kept] = host_sampler.probabilities(x[kept], temperature)  # beside those cut they may be too small for numbers
         return host_sampler.chosen(p, kept, s, row)

@@ -106,19 +106,25 @@ Stop = Annotated[StopWords | None, BeforeValidator(_as_list, json_schema_input_t
 Texts = Annotated[list[str], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
 
 
-@with_parameters(
+# What our words of drawing and llama.cpp's have alike:
+with_sampling = with_parameters(
     *(p.name for p in PARAMETERS.values() if p.draws and p.name != "top_k"),
-    "repetition_penalty",
+    *(p.name for p in PARAMETERS.values() if p.name.startswith("dry_")),
     "presence_penalty",
     "frequency_penalty",
-    *(p.name for p in PARAMETERS.values() if p.name.startswith("dry_")),
-    "repetition_ngram_size",
-    "repetition_ngram_threshold",
     "random_seed",
-    "min_new_tokens",
-    "ignore_eos",
     top_k=parameter("top_k", ge=-1, description="Keep this many likeliest tokens; 0 or -1 = all."),
 )
+
+
+@with_parameters(
+    "repetition_penalty",
+    "repetition_ngram_size",
+    "repetition_ngram_threshold",
+    "min_new_tokens",
+    "ignore_eos",
+)
+@with_sampling
 class SampledRequest(FormatFields):
     """What OpenAI's and LMDeploy's endpoints that write text share."""
 

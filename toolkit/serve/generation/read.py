@@ -239,7 +239,7 @@ async def encode_embedded(state: ServerState, prompt: str | Sequence[int], param
         return await state.lanes.run(work, len(prompt))
     if most is None:
         return await encode_prompt(state, prompt, param)
-    limit = _most(state, most)
+    limit = most_tokens(state, most)
     if not isinstance(prompt, str):
         return await encode_prompt(state, prompt[:limit], param)
     text = prompt
@@ -257,7 +257,7 @@ def _beginning(text: str, limit: int, encode: Callable[[str], T], tokens: Callab
     return found
 
 
-def _most(state: ServerState, most: int) -> int:
+def most_tokens(state: ServerState, most: int) -> int:
     """Tokens that a prompt may have where a request wants it cut to ``most``."""
     limit = state.engine.session_len - 1
     return min(most, limit) if most > 0 else limit
@@ -268,7 +268,7 @@ async def encode_pair(
 ) -> tuple[list[int], int]:
     """Two texts that are read together: token ids, and where the second begins. ``most``: as of ``encode_embedded``,
     the second is cut."""
-    limit, join = None if most is None else _most(state, most), state.engine.tokenizer.encode_pair
+    limit, join = None if most is None else most_tokens(state, most), state.engine.tokenizer.encode_pair
 
     def encode() -> tuple[list[int], int]:
         for text in (first, second) if limit is None else (first,):

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 
 from toolkit.configs.checks import shown
-from toolkit.serve.fields.parameters import given_parameters, parameter, with_parameters
-from toolkit.serve.fields.protocol import Breakers, Stop
+from toolkit.serve.fields.parameters import given_parameters, parameter
+from toolkit.serve.fields.protocol import Breakers, Stop, with_sampling
 from toolkit.serve.fields.strict import Strict
 
 SEEDLESS = 0xFFFFFFFF  # how llama.cpp says that a seed is drawn: -1 in 32 bits
@@ -38,25 +38,7 @@ MostTokens = Annotated[
 ]
 
 
-@with_parameters(
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "random_seed",
-    "typical_p",
-    "top_n_sigma",
-    "xtc_probability",
-    "xtc_threshold",
-    "dynatemp_range",
-    "dynatemp_exponent",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    top_k=parameter("top_k", ge=-1, description="Keep this many likeliest tokens; 0 or -1 = all."),
-)
+@with_sampling
 class LlamaSampling(Strict):
     """What is left out is drawn as the server's other routes draw it."""
 

@@ -18,7 +18,14 @@ from toolkit.serve.fields.message import Messages
 from toolkit.serve.fields.protocol import Prompts
 from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.generation.pooling import POOLED, run_prompts, usage
-from toolkit.serve.generation.read import check_prompt, encode_embedded, encode_text, parse, refuse_pictures
+from toolkit.serve.generation.read import (
+    check_prompt,
+    encode_embedded,
+    encode_text,
+    most_tokens,
+    parse,
+    refuse_pictures,
+)
 from toolkit.serve.http.errors import bad_field
 from toolkit.serve.http.openapi.answers import Classes, Rewards
 from toolkit.serve.http.openapi.schema import describe
@@ -110,9 +117,8 @@ async def _read(
     numbers: Callable[[NDArray[np.float32]], NDArray[np.float64]],
 ) -> tuple[list[NDArray[np.float64]], dict[str, Any]]:
     """What ``numbers`` makes of the state by which each text is judged, and token counts."""
-    head, limit = state.head, state.engine.session_len - 1
-    most = request.truncate_prompt_tokens
-    cut = None if most is None else min(most, limit) if most > 0 else limit
+    head, most = state.head, request.truncate_prompt_tokens
+    cut = None if most is None else most_tokens(state, most)
 
     async def encode(i: int) -> list[int]:
         if request.input is None:
