@@ -10,8 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
 from toolkit.kernels import registry
 from toolkit.kernels.op import Target
@@ -25,22 +23,8 @@ OPS = registry.load()
 
 
 @pytest.fixture(autouse=True)
-def products_in_float64(monkeypatch):
-    """The interpreter multiplies tiles by numpy, whose library sums a row otherwise at another place in a tile on some
-    processors (AVX2). In float64 that does not show; how the kernels cut their sums does, for those are float32."""
-
-    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        product = np.matmul(_wide(a), _wide(b)).astype(d.data.dtype)
-        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-
-
-def _wide(handle):
-    data = handle.data
-    if handle.dtype.primitive_bitwidth == 8 and handle.dtype.is_floating():
-        data = interpreter._convert_float(data, handle.dtype, tl.float16, None).view(np.float16)
-    return data.astype(np.float64)
+def exact_products(support, monkeypatch):
+    support("interpreted").exact_products(monkeypatch.setattr)
 
 
 MANY = 150  # more than two tiles

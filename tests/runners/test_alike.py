@@ -55,7 +55,9 @@ def _serve(runner, requests, **changes):
 
 
 @pytest.fixture
-def runner(tiny_models, support):
+def runner(tiny_models, support, monkeypatch):
+    support("interpreted").exact_products(monkeypatch.setattr)
+
     def make(family, **changes):
         changes |= {"mlp_only_layers": []} if family == "qwen3_moe" else {}
         graphs, path = support("graphs"), tiny_models(family, num_hidden_layers=1, **changes)
