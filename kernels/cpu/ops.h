@@ -325,6 +325,8 @@ struct Ops {
     void (*rope)(float* x, const float* cos, const float* sin, int64_t rotary);
     void (*hadamard)(float* x, int64_t n);
     void (*activate)(float* x, int64_t n, int32_t activation);
+    // x = above x^2 + slope x where it is above 0, else below (exp(x) - 1 - x) + slope x
+    void (*xielu)(float* x, int64_t n, float above, float below, float slope);
     // y *= act(x); activation -1 = x as it is
     void (*multiply)(float* y, const float* x, int64_t n, int32_t activation);
     void (*to_bf16)(const float* x, uint16_t* out, int64_t n);

@@ -33,6 +33,7 @@ void add_scaled(float* y, const float* x, float alpha, int64_t n);
 void rope(float* x, const float* cos, const float* sin, int64_t rotary);
 void hadamard(float* x, int64_t n);
 void activate(float* x, int64_t n, int32_t activation);
+void xielu(float* x, int64_t n, float above, float below, float slope);
 void multiply(float* y, const float* x, int64_t n, int32_t activation);
 void to_bf16(const float* x, uint16_t* out, int64_t n);
 

@@ -187,6 +187,14 @@ void activate(float* x, int64_t n, int32_t activation) {
     for (int64_t k = 0; k < n; k += 16) fstore(x + k, apply_activation(fload(x + k), activation));
 }
 
+void xielu(float* x, int64_t n, float above, float below, float slope) {
+    for (int64_t k = 0; k < n; k += 16) {
+        const F v = fload(x + k), high = fmax(fzero(), v), low = fmin(fzero(), v);  // NaN stays NaN: see fexp
+        const F bent = fmul(fset1(below), fsub(fsub(fexp(low), fset1(1.0f)), low));
+        fstore(x + k, fma(v, fset1(slope), fma(fmul(high, high), fset1(above), bent)));
+    }
+}
+
 // y *= act(x), or y *= x where activation is -1.
 void multiply(float* y, const float* x, int64_t n, int32_t activation) {
     for (int64_t k = 0; k < n; k += 16) {

@@ -147,6 +147,12 @@ TK_EXPORT int tk_op_activate(const char* isa, float* x, int64_t n, int32_t activ
     return !ops;
 }
 
+TK_EXPORT int tk_op_xielu(const char* isa, float* x, int64_t n, float above, float below, float slope) {
+    const tk::Ops* ops = find(isa);
+    if (ops) ops->xielu(x, n, above, below, slope);
+    return !ops;
+}
+
 TK_EXPORT int tk_op_multiply(const char* isa, float* y, const float* x, int64_t n, int32_t activation) {
     const tk::Ops* ops = find(isa);
     if (ops) ops->multiply(y, x, n, activation);

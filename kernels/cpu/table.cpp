@@ -88,7 +88,7 @@ const Ops table = {
     0,
 #endif
     linear_scratch, linear, gated, linear_back, matrix_row, quantize, round_rows, code_rows, squares, fit_scales, trellis_rows, rms_norm, layer_norm, add_scaled, rope, hadamard, activate,
-    multiply, to_bf16, kv_write, kv_cell, kv_load, bytes, codes, key_cell, attn_tile, attn_merge, attn_finish, convolve, recur,
+    xielu, multiply, to_bf16, kv_write, kv_cell, kv_load, bytes, codes, key_cell, attn_tile, attn_merge, attn_finish, convolve, recur,
     row_max, at_least, sum_exp, scale_logits, int_products,
 };
 

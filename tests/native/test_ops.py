@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from toolkit.artifacts.canonical import ChannelInt8
-from toolkit.kernels.reference.activation import swigluoai
+from toolkit.kernels.reference.activation import swigluoai, xielu
 from toolkit.kernels.reference.causal_conv import causal_conv
 from toolkit.kernels.reference.recurrent import delta_rule, state_scan
 from toolkit.runners.native.packing.pack import pack_dense, pack_weight
@@ -228,6 +229,10 @@ def test_activations_and_logit_scaling(ops) -> None:
     for i, name in {0: "silu", 1: "gelu", 2: "gelu_tanh", 3: "relu", 5: "relu2", 6: "sigmoid", 7: "quick_gelu"}.items():
         found = ops.in_place("tk_op_activate", x, c_int64(x.size), c_int32(i))
         np.testing.assert_allclose(found, act(name, x), rtol=1e-5, atol=2e-6)
+    numbers = torch.tensor([0.3, -0.7, 0.5])
+    above, below = (float(n) for n in F.softplus(numbers[:2]) + numbers[2] * torch.tensor([0, 1]))
+    found = ops.in_place("tk_op_xielu", x, c_int64(x.size), c_float(above), c_float(below), c_float(0.5))
+    np.testing.assert_allclose(found, xielu(torch.from_numpy(x), *numbers).numpy(), rtol=1e-5, atol=2e-6)
     capped = ops.in_place("tk_op_scale_logits", x, c_int64(x.size), c_float(2.0), c_float(30.0))
     np.testing.assert_allclose(capped, 30 * np.tanh(x.astype(np.float64) * 2 / 30), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(

@@ -289,6 +289,8 @@ def _layer(draw: Draw, index: int, hidden: int, quantized: bool, ropes: Sequence
                 mixer = replace(mixer, inner_norm=_norm(draw, f"{prefix}.inner_norm", mixer.up.out_features))
             if rare:
                 mixer = replace(mixer, activation="relu2", gate_scale=1.0 if mixer.gate is None else 0.6)
+            elif mixer.gate is None and draw(BOTH):
+                mixer = replace(mixer, activation="xielu", curve=f"{prefix}.mlp.act_fn")
         else:
             mixer = _moe(draw, f"{prefix}.moe", hidden, quantized)
             if parallel == 0 and draw(range(3)) == 0:

@@ -65,7 +65,6 @@ NEEDS: dict[str, tuple[str, ...]] = {
     ),
     "attention within buckets of a hash": ("ReformerModelWithLMHead",),
     "a gate by softplus": ("LagunaForCausalLM",),
-    "the activation xIELU, whose shape is learned": ("ApertusForCausalLM",),
     "values of heads that are of another size than keys, beside a window": ("MiMoV2FlashForCausalLM",),
     "the difference of two attentions": ("DiffLlamaForCausalLM",),
     "masks that are learned, and experts in a table": ("DogeForCausalLM",),

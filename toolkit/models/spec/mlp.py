@@ -21,6 +21,8 @@ class MlpSpec(MixerSpec):
     nothing for tokens that see no picture (Llama 3.2 Vision). "relu2" is the square of relu.
     ``inner_norm``: of what ``down`` reads (BitNet).
     "swigluoai" (gpt-oss, gated alone): g · sigmoid(1.702 g) · (u + 1) with g = min(gate(x), 7), u = up(x) within ±7.
+    "xielu" (Apertus, without a gate): see ``kernels/reference/activation.py``; ``curve`` names the module with its
+    numbers, of which two are learned.
     """
 
     gate: LinearSpec | None
@@ -30,6 +32,7 @@ class MlpSpec(MixerSpec):
     gate_scale: float = later(1.0)
     seen: str | None = later(None)
     inner_norm: NormSpec | None = later(None)
+    curve: str | None = later(None)
     kind: Literal["mlp"] = "mlp"
 
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -48,7 +51,14 @@ class MlpSpec(MixerSpec):
         return () if self.inner_norm is None else (self.inner_norm,)
 
     def vectors(self) -> dict[str, int]:
-        return {} if self.seen is None else {self.seen: 1}
+        return ({} if self.seen is None else {self.seen: 1}) | dict.fromkeys(self.curves(), 1)
+
+    def curves(self) -> tuple[str, ...]:
+        """Names of the numbers that xielu takes, in its order."""
+        return () if self.curve is None else tuple(f"{self.curve}.{name}" for name in ("alpha_p", "alpha_n", "beta"))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {} if self.curve is None else {f"{self.curve}.beta": ()}
 
     def mlps(self) -> tuple[MlpSpec, ...]:
         return (self,)
@@ -67,6 +77,9 @@ class MlpSpec(MixerSpec):
     def check(self, hidden: int) -> None:
         inner, gated = self.up.out_features, self.gate is not None
         sound.expect("activation", self.activation != "swigluoai" or gated, self.activation, "one that needs no gate")
+        shaped = self.activation == "xielu"
+        sound.expect("curve", shaped == (self.curve is not None), self.curve, "a name with xielu alone")
+        sound.expect("activation", not (shaped and gated), self.activation, "one that has a gate")
         sound.expect("gate_scale", self.gate_scale == 1 or gated, self.gate_scale, "1 without a gate")
         for x in self.readers():
             sound.linear(x, hidden, inner)

@@ -137,6 +137,7 @@ class MoeSpec(MixerSpec):
             sound.expect("gate_scale", expert.gate_scale == 1, expert.gate_scale, "1 for experts")
             sound.expect("seen", expert.seen is None, expert.seen, "none for experts")
             sound.expect("inner_norm", expert.inner_norm is None, "one", "none for experts")
+            sound.expect("curve", expert.curve is None, expert.curve, "none for experts")
             inner, found = self.experts[0].up.out_features, expert.up.out_features
             sound.expect(expert.up.name, found == inner, found, f"{inner}, as in expert 0")
         if self.shared is not None:

@@ -8,7 +8,7 @@ from toolkit.base.lazy_dataclass import dataclass
 from toolkit.base.record import later
 
 Shard = Literal["column", "row", "vocab", "expert", "replicated"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai", "xielu"]
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 

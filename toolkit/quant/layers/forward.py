@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.base.lazy_dataclass import dataclass
-from toolkit.kernels.reference.activation import swigluoai
+from toolkit.kernels.reference.activation import swigluoai, xielu
 from toolkit.kernels.reference.moe import moe_route
 from toolkit.kernels.torch.dense import ACTIVATIONS
 from toolkit.kernels.torch.product import product
@@ -206,7 +206,9 @@ def _mlp(m: MlpSpec, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> 
     if m.seen is not None:
         return _nothing(m, weights, raw, x, watch)
     up = linear(m.up, weights, x)
-    if m.gate is None:
+    if m.curve is not None:
+        inner = xielu(up, *(weights[name] for name in m.curves()))
+    elif m.gate is None:
         inner = ACTIVATIONS[m.activation](up)
     elif m.activation == "swigluoai":
         inner = swigluoai(linear(m.gate, weights, x) * m.gate_scale, up)

@@ -26,7 +26,7 @@ from toolkit.models.spec import (
 from toolkit.runners.native.packing.packed import LANES
 from toolkit.runners.native.tensors import Floats, Record, Tensors
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swigluoai": 4, "relu2": 5}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swigluoai": 4, "relu2": 5, "xielu": -1}
 _QUERY_SCALES = {"floor": 1, "log": 2}
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
 _GROUP_SCORES = {"best": 1, "two": 2}  # how many of its experts a group is as good as
@@ -218,6 +218,7 @@ def _padded(count: int, unit: int = LANES) -> int:
 def mlp(m: MlpSpec, t: Tensors) -> Record:
     return {
         "activation": ACTIVATIONS[m.activation],
+        "curve": None if m.curve is None else {name.rpartition(".")[2]: t.named(name) for name in m.curves()},
         "gate_scale": m.gate_scale,
         "width": m.up.out_features,
         "inner_norm": t.norm(m.inner_norm),

@@ -269,6 +269,7 @@ class _Builder:
                 spec.gate_scale,
                 None if spec.seen is None else self.gate(spec.seen),
                 self.head_norm(spec.inner_norm),
+                tuple(self.tensor(name) for name in spec.curves()),
             )
             for first, down, spec in zip(inner, outer, specs, strict=True)
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit.base.lazy_dataclass import dataclass
+from toolkit.kernels.reference.activation import xielu
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MoeSpec
 from toolkit.runners.tensor.cache import LayerCache
 from toolkit.runners.tensor.layers.cross import Cross, seeing
@@ -169,6 +170,7 @@ class Mlp:
     scale: float = 1.0
     seen: Tensor | None = None
     norm: Norm | LayerNorm | SpreadNorm | None = None  # of what ``down`` reads
+    curve: tuple[Tensor, ...] = ()  # of xielu
 
     def __call__(self, x: Activations, step: StepContext | None = None) -> Tensor:
         if self.seen is None:
@@ -187,7 +189,7 @@ class Mlp:
         if self.gated and codes is not None and self.norm is None:
             return self.down(Rounded(*self.ops.act_and_mul_quant(inner, self.activation, codes)))
         act = self.ops.act_and_mul if self.gated else self.ops.act
-        made = act(inner, self.activation)
+        made = xielu(inner, *self.curve) if self.curve else act(inner, self.activation)
         return self.down(made if self.norm is None else self.norm(made))
 
 

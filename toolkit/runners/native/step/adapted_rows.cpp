@@ -1,5 +1,6 @@
 // Linears for rows that have adapters.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "step/row_work.h"
@@ -237,8 +238,16 @@ void RowWork::gated_changed(const Mlp& m, const InputBuffer& in, int64_t first_r
     }
 }
 
+// y = xielu(y)
+void RowWork::bend(const Mlp& m, float* y, int64_t width) const {
+    auto softplus = [](float x) { return std::max(x, 0.0f) + std::log1p(std::exp(-std::abs(x))); };
+    const float slope = *m.curve[2].data;
+    ops.xielu(y, width, softplus(*m.curve[0].data), softplus(*m.curve[1].data) + slope, slope);
+}
+
 // y = activation(gate) * y, or without a gate activation(y).
 void RowWork::join_halves(const Mlp& m, float* gate, float* y, int64_t width) const {
+    if (m.curve[0]) return bend(m, y, width);
     if (!m.gate.present()) return ops.activate(y, width, m.activation);
     if (m.gate_scale != 1.0f) std::for_each(gate, gate + width, [&](float& x) { x *= m.gate_scale; });
     if (m.activation != SWIGLUOAI) return ops.multiply(y, gate, width, m.activation);

@@ -74,7 +74,7 @@ tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
 
 // Of all that passes here: functions, structures, the program's record, how tensors are packed. VERSION in library.py says
 // the same; raise both when any of it changes, so that neither side reads the other's as its own.
-TK_EXPORT int tk_version() { return 44; }
+TK_EXPORT int tk_version() { return 45; }
 
 TK_EXPORT const char* tk_error() { return message.c_str(); }
 

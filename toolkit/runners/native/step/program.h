@@ -151,8 +151,9 @@ struct Mlp {
     static constexpr int64_t PHASES = 6;
     Linear gate, up, down;
     Input in, mid;
-    int32_t activation = SILU;
+    int32_t activation = SILU;  // -1 = xielu
     float gate_scale = 1;
+    Vector curve[3];            // of xielu: alpha_p, alpha_n and beta
     bool codes = false;  // ranks hand on `mid` as `down` reads it, in integers
     bool routed() const { return up.seen || down.seen; }
 };

@@ -106,6 +106,7 @@ void RowWork::pair(const Linear& gate, const Linear& up, const Mlp& m, const Inp
     const Matrix part = part_of(up.w, tiles);
     if (gate.present()) ops.gated(part_of(gate.w, tiles), part, x, rows, 0, n, to, scratch_);
     else ops.linear(part, x, rows, 0, n, to, scratch_);
+    if (m.curve[0]) for (int64_t i = 0; i < rows; i++) bend(m, out + i * ld, n * LANES);
 }
 
 // As `pair`, each half with what is added to it, some tiles at a time.

@@ -100,6 +100,7 @@ private:
     void one_whole(const Linear& l, const Change& c, const InputBuffer& in, int64_t row, int64_t rows, Range tiles, Store to) const;
     void scaled(const Linear& l, const Change& c, const InputBuffer& in, int64_t row, int64_t end, Range tiles, Store to) const;
     void gated_changed(const Mlp& m, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, float* out, int64_t ld) const;
+    void bend(const Mlp& m, float* y, int64_t width) const;
     void join_halves(const Mlp& m, float* gate, float* y, int64_t width) const;
 
     const bool round_, loose_;

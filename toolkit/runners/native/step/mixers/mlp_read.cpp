@@ -27,13 +27,20 @@ void read_apart(const Record& r, Moe& m, int64_t hidden) {
 Mlp read_one_mlp(const Record& r, int64_t hidden, Input& in, bool may_route) {
     auto linear = [&](const char* key, int64_t rows, int64_t cols) { return may_route ? r.routed(key, rows, cols) : r.linear(key, rows, cols); };
     Mlp m;
-    m.activation = int32_t(r.integer("activation", SILU, QUICK_GELU));
+    m.activation = int32_t(r.integer("activation", -1, QUICK_GELU));
+    if (r.has("curve")) {
+        const Record curve = r.record("curve");
+        m.curve[0] = curve.vector("alpha_p", 1);
+        m.curve[1] = curve.vector("alpha_n", 1);
+        m.curve[2] = curve.vector("beta", 1);
+    }
     m.gate_scale = r.number("gate_scale");
     const int64_t width = r.integer("width", 1, LIMIT);
     if (r.has("gate")) m.gate = linear("gate", width, hidden);
     m.up = linear("up", width, hidden);
     m.down = linear("down", hidden, width);
     if (!m.gate.present() && m.activation == SWIGLUOAI) r.fail("activation", "one of two without a gate");
+    if ((m.activation < 0) != bool(m.curve[0]) || (m.gate.present() && m.curve[0])) r.fail("curve", "not of xielu without a gate");
     if (m.gate.present() && m.gate.w.format != m.up.w.format) r.fail("gate", "in another format than up");
     join(in, m.gate);
     join(in, m.up);
