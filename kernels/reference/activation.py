@@ -50,13 +50,13 @@ def swigluoai(gate: Tensor, up: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate * SLOPE) * (up + 1)
 
 
-def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor) -> Tensor:
-    """xIELU (arXiv 2411.13010) in float32: ``p x² + beta x`` above 0, else ``(exp(x) - 1 - x) (n + beta) + beta x``,
-    where p and n are softplus of ``alpha_p`` and ``alpha_n``. transformers' -1e-6 above which no exponent is taken is
-    left out. Returns x's dtype."""
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    """xIELU (arXiv 2411.13010) in float32: ``p x² + beta x`` above 0, else ``(exp(min(x, eps)) - 1 - x) (n + beta) +
+    beta x``, where p and n are softplus of ``alpha_p`` and ``alpha_n``. Returns x's dtype."""
     h, slope = x.float(), beta.float()
     p, n = F.softplus(alpha_p.float()), F.softplus(alpha_n.float()) + slope
-    return (torch.where(h > 0, p * h * h, (torch.expm1(h.clamp(max=0)) - h) * n) + slope * h).to(x.dtype)
+    bent = (torch.expm1(torch.minimum(h, eps.float())) - h) * n
+    return (torch.where(h > 0, p * h * h, bent) + slope * h).to(x.dtype)
 
 
 @op(lambda: _cases(gated=True))

@@ -229,7 +229,7 @@ def test_activations_and_logit_scaling(ops) -> None:
     for i, name in {0: "silu", 1: "gelu", 2: "gelu_tanh", 3: "relu", 5: "relu2", 6: "sigmoid", 7: "quick_gelu"}.items():
         found = ops.in_place("tk_op_activate", x, c_int64(x.size), c_int32(i))
         np.testing.assert_allclose(found, act(name, x), rtol=1e-5, atol=2e-6)
-    numbers = torch.tensor([0.3, -0.7, 0.5])
+    numbers = torch.tensor([0.3, -0.7, 0.5, -1e-6])
     above, below = (float(n) for n in F.softplus(numbers[:2]) + numbers[2] * torch.tensor([0, 1]))
     found = ops.in_place("tk_op_xielu", x, c_int64(x.size), c_float(above), c_float(below), c_float(0.5))
     np.testing.assert_allclose(found, xielu(torch.from_numpy(x), *numbers).numpy(), rtol=1e-5, atol=2e-6)

@@ -229,7 +229,7 @@ def _mlp(m: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
         gate = (_linear(m.gate, w, x) * m.gate_scale).clamp(max=7.0)
         inner = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
     elif m.activation == "xielu":
-        p, n, beta = (w[name] for name in m.curves())
+        p, n, beta, _ = (w[name] for name in m.curves())
         bent = (F.softplus(n) + beta) * (torch.exp(up) - 1 - up)
         inner = torch.where(up > 0, F.softplus(p) * up**2, bent) + beta * up
     else:

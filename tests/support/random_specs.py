@@ -415,6 +415,7 @@ def weights(spec: Any, form: str, seed: int) -> dict[str, Any]:
         name: centres.get(name, 0.0) + (0.2 if name in centres else 0.3) * normal(size)
         for name, size in spec.vectors().items()
     }
+    found |= {name: torch.tensor([-1e-6]) for name in found if name.endswith("act_fn.eps")}  # of every model there is
     found[spec.embed] = Dense(normal(spec.vocab_size, spec.hidden_size))
     if not spec.tied:
         found[spec.head] = Dense(normal(spec.vocab_size, spec.hidden_size) / spec.hidden_size**0.5)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _COUNTED = re.compile(r"\.[0-9]{1,9}(?=\.)")
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
-_STRAY = ("inv_freq", "masked_bias", "eps")  # what transformers saves beside the weights
+_STRAY = ("inv_freq", "masked_bias")  # what old releases of transformers saved beside the weights
 _MATRICES = ("linear", "router", "embed", "head")
 # How names end of what activations are divided by (AutoAWQ, in a plain MLP) or multiplied by (Model Optimizer).
 _SCALED = (".act.scales", ".pre_quant_scale")

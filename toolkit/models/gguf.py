@@ -138,7 +138,8 @@ class Gguf:
     ``varied``: layers may have other widths and numbers of heads, which are stated one by one. ``stacks``: which
     matrices of each expert stand in a tensor one below the other; files that have them apart are read too. ``idle``:
     tensors that a file may have of layers that do not read them. ``words``: the kind of a tokenizer that the
-    architecture has alone. ``local``: how layers that slide turn: as the others do ("same"), by the base of those and
+    architecture has alone. ``listed``: keys with a number a layer that models have as vectors of one number, by their
+    name inside the layer. ``local``: how layers that slide turn: as the others do ("same"), by the base of those and
     unscaled ("plain"), or unscaled by a base that a key states ("own").
     """
 
@@ -172,6 +173,7 @@ class Gguf:
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
     words: str = ""
+    listed: Mapping[str, str] = field(default_factory=dict)
     local: Literal["same", "plain", "own"] = "same"
 
     def of(self, spec: DecoderSpec) -> Gguf:

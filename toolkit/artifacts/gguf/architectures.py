@@ -28,7 +28,7 @@ class Change:
 
     ``rows``, ``columns``: where each of the model's stands in the file. ``plus_one``: of norm weights. ``decay``: the
     numbers are −exp of the model's. ``keys``: the other tensor of a latent attention's matrix, which has each head's
-    keys, transposed, where this one has its values.
+    keys, transposed, where this one has its values. ``number``: what stands in the metadata in place of a tensor.
     """
 
     rows: NDArray[np.int64] | None = None
@@ -36,6 +36,7 @@ class Change:
     keys: str | None = None
     columns: NDArray[np.int64] | None = None
     decay: bool = False
+    number: float | None = None
 
 
 NUMBER = re.compile(r"[0-9]{1,9}")  # of a block
@@ -129,6 +130,23 @@ def hf_tensors(
             plus_one = suffix == "weight" and offset.get(module.parts[0].name, False)
             change = Change(rows, plus_one, columns=_undone(layout.columns), decay=layout.decay)
             yield _name(module, suffix), _fitting(path, source, part, module, suffix), source, change
+
+
+def listed_numbers(
+    path: Path, gguf: Gguf, metadata: Mapping[str, Any], spec: DecoderSpec, stored: Sequence[StoredTensor]
+) -> Iterator[tuple[str, TensorInfo, Change]]:
+    """(Hugging Face name, its shape, number) of the vectors that stand in the metadata. Raises ToolkitError for a list
+    that lacks or is of another length than the model."""
+    for item in stored:
+        key = gguf.listed.get(item.name.split(".", 3)[-1])
+        if key is None:
+            continue
+        numbers, layers = metadata.get(key), len(spec.layers)
+        good = isinstance(numbers, np.ndarray) and numbers.shape == (layers,) and bool(np.isfinite(numbers).all())
+        if not good:
+            raise ToolkitError(f"{path}: {key}: expected {layers} numbers, found {numbers!r:.40}")
+        number = float(numbers[int(item.name.split(".")[2])])
+        yield item.weight_name, TensorInfo("F32", item.shape, 0, 4), Change(number=number)
 
 
 def _of_both(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit import __version__
-from toolkit.artifacts.gguf.architectures import NUMBER, Change, family_of, hf_tensors
+from toolkit.artifacts.gguf.architectures import NUMBER, Change, family_of, hf_tensors, listed_numbers
 from toolkit.artifacts.gguf.container import GgufContainer, read_container
 from toolkit.artifacts.gguf.eyes import Eyes, open_eyes
 from toolkit.artifacts.gguf.hf_config import hf_config
@@ -60,7 +60,10 @@ class GgufFile:
 
     def files(self) -> dict[str, Path]:
         """Tensor name → the file that holds it."""
-        found = {name: self.container.file(source) for name, (source, _) in self.sources.items()}
+        found = {
+            name: self.container.path if change.number is not None else self.container.file(source)
+            for name, (source, change) in self.sources.items()
+        }
         return found | {name: self.eyes.container.path for name in self.towers if self.eyes is not None}
 
     def weight(self, name: str) -> Weight:
@@ -102,6 +105,10 @@ class GgufFile:
         if name in self.towers:
             assert self.eyes is not None and self.vision is not None
             return self.eyes.tensor(self.vision, self.towers[name])
+        if (number := self.sources[name][1].number) is not None:
+            import torch
+
+            return torch.full(self.infos[name].shape, number)
         weight = self.weight(name)
         tensor = weight.weight if isinstance(weight, Dense) else weight.dequantize()
         change = self.sources[name][1]
@@ -177,6 +184,8 @@ def open_gguf(path: Path) -> GgufFile:
         read += more
     for name, info, source, change in hf_tensors(path, spelling, tensors, whole, read, text):
         infos[name], found[name] = info, (source, change)
+    for name, info, change in listed_numbers(path, spelling, metadata, spec, read):
+        infos[name], found[name] = info, ("", change)
     generation = _generation_config(path, metadata)
     if eyes is None or spec.vision is None:
         return GgufFile(container, config, generation, infos, found)

@@ -251,9 +251,20 @@ def plan_export(
     configs = checkpoint.config, checkpoint.generation_config
     words, lost = vocabulary(checkpoint.tokenizer_dir, spec.vocab_size, *configs, model.gguf.words)
     notes += lost
-    metadata = {**general, **model.values, **words}
+    metadata = {**general, **model.values, **words, **_listed(stored, model.gguf, load)}
     folded = {name: torch.as_tensor(times, dtype=torch.float32) for name, times in model.folded.items()}
     return Export(load, metadata, model.factors, pieces, notes, importance or {}, folded)
+
+
+def _listed(stored: list[StoredTensor], gguf: Gguf, load: Load) -> dict[str, NDArray[np.float32]]:
+    """Keys with a number a layer."""
+    found: dict[str, list[float]] = {}
+    for item in stored:
+        if (key := gguf.listed.get(_inside(item.name))) is not None:
+            value = load(item)[0]
+            assert isinstance(value, Tensor), item.name
+            found.setdefault(key, []).append(float(value))
+    return {key: np.array(numbers, np.float32) for key, numbers in found.items()}
 
 
 def _file_type(pieces: list[Piece]) -> int:
@@ -348,7 +359,8 @@ def _pieces(
     count = model.values.get(f"{model.gguf.arch}.expert_count", 0)
     pieces: dict[str, Piece] = {}
     for item in stored:
-        if item.kind == "vision" or (item.optional and not is_present(checkpoint, item)):
+        absent = item.optional and not is_present(checkpoint, item)
+        if item.kind == "vision" or absent or _inside(item.name) in model.gguf.listed:
             continue
         for name in [part.name for part in item.parts]:
             if name == spec.head and spec.tied:

@@ -3,18 +3,21 @@ each layer. Source: transformers ``ApertusForCausalLM``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, LayerNorms, llama_like, plain_mlp
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import PLAIN_BLOCK, QK_NORMS, Gguf, Metadata, read_biases
 from toolkit.models.spec import MlpSpec
+from toolkit.models.spec.mlp import XIELU
 
 NORMS: LayerNorms = (("attention_layernorm", None), ("feedforward_layernorm", None))
-
-
+NAMES = {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
 ROPE = {**llama.LLAMA3, "rope_theta": 12e6, "original_max_position_embeddings": 8192}
 
 
@@ -41,6 +44,13 @@ def build(config: Fields) -> Built:
     )
 
 
+def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A file that scales nothing says so by having no factors; a config that says nothing means Llama 3's."""
+    scaled = len(file.factors) > 0 or file.has("rope.scaling.factor")
+    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}}
+    return read_biases(file, config) | ({} if scaled else plain)
+
+
 FAMILY = Family(
     "apertus",
     "Apertus 8B, 70B",
@@ -48,7 +58,18 @@ FAMILY = Family(
     build,
     (
         Tiny(dict(head_dim=32)),
-        Tiny(dict(head_dim=24, attention_bias=True, num_key_value_heads=1, tie_word_embeddings=True)),
+        Tiny(
+            dict(
+                head_dim=24, attention_bias=True, num_key_value_heads=1, tie_word_embeddings=True,
+                rope_parameters=dict(rope_type="default", rope_theta=1e5),
+            )
+        ),
     ),
-    "llama.cpp's files have the shape of its activation in their metadata, which is not read or written",
-)
+    Gguf(
+        "apertus",
+        "apertus",
+        {**PLAIN_BLOCK, **QK_NORMS, **NAMES},
+        listed={f"mlp.act_fn.{name}": f"xielu.{name}" for name in XIELU},
+        read=_read,
+    ),
+)  # fmt: skip

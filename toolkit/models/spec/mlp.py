@@ -12,6 +12,8 @@ from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.parts import Activation, LinearSpec, NormSpec, Spread
 from toolkit.models.spec.share import Cut, Share, Unit, cut_linears, portion, unfit_inner
 
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # numbers of xielu
+
 
 @dataclass(frozen=True)
 class MlpSpec(MixerSpec):
@@ -55,10 +57,10 @@ class MlpSpec(MixerSpec):
 
     def curves(self) -> tuple[str, ...]:
         """Names of the numbers that xielu takes, in its order."""
-        return () if self.curve is None else tuple(f"{self.curve}.{name}" for name in ("alpha_p", "alpha_n", "beta"))
+        return () if self.curve is None else tuple(f"{self.curve}.{name}" for name in XIELU)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {} if self.curve is None else {f"{self.curve}.beta": ()}
+        return {} if self.curve is None else {name: () for name in self.curves()[2:]}
 
     def mlps(self) -> tuple[MlpSpec, ...]:
         return (self,)

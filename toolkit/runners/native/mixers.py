@@ -218,7 +218,7 @@ def _padded(count: int, unit: int = LANES) -> int:
 def mlp(m: MlpSpec, t: Tensors) -> Record:
     return {
         "activation": ACTIVATIONS[m.activation],
-        "curve": None if m.curve is None else {name.rpartition(".")[2]: t.named(name) for name in m.curves()},
+        "curve": None if m.curve is None else {name.rpartition(".")[2]: t.named(name) for name in m.curves()[:3]},
         "gate_scale": m.gate_scale,
         "width": m.up.out_features,
         "inner_norm": t.norm(m.inner_norm),

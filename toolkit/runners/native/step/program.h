@@ -153,7 +153,7 @@ struct Mlp {
     Input in, mid;
     int32_t activation = SILU;  // -1 = xielu
     float gate_scale = 1;
-    Vector curve[3];            // of xielu: alpha_p, alpha_n and beta
+    Vector curve[3];            // of xielu: alpha_p, alpha_n and beta; eps, -1e-6, does not show
     bool codes = false;  // ranks hand on `mid` as `down` reads it, in integers
     bool routed() const { return up.seen || down.seen; }
 };
