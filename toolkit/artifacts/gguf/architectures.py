@@ -142,8 +142,7 @@ def listed_numbers(
         if key is None:
             continue
         numbers, layers = metadata.get(key), len(spec.layers)
-        good = isinstance(numbers, np.ndarray) and numbers.shape == (layers,) and bool(np.isfinite(numbers).all())
-        if not good:
+        if not isinstance(numbers, np.ndarray) or numbers.shape != (layers,) or not np.isfinite(numbers).all():
             raise ToolkitError(f"{path}: {key}: expected {layers} numbers, found {numbers!r:.40}")
         number = float(numbers[int(item.name.split(".")[2])])
         yield item.weight_name, TensorInfo("F32", item.shape, 0, 4), Change(number=number)
