@@ -220,10 +220,8 @@ def test_metas_files(tmp_path: Path, params: dict[str, Any], tensors: dict[str, 
     with pytest.raises(ToolkitError) as error:
         open_checkpoint(tmp_path)
     assert str(error.value) == f"{tmp_path}/{told}"
-    (tmp_path / "consolidated.01.pth").touch()
+    (tmp_path / "consolidated.02.pth").touch()
     with pytest.raises(ToolkitError) as error:
         open_checkpoint(tmp_path)
-    assert str(error.value) == (
-        f"{tmp_path}: expected one {PTH}, found parts of a split model; convert it with transformers' "
-        "convert_llama_weights_to_hf first"
-    )
+    first = params.get("n_heads", 4) and f"{tmp_path}/consolidated.01.pth: missing, though consolidated.02.pth is there"
+    assert str(error.value) == (f"{first}; fetch the model again" if first else f"{tmp_path}/{told}")

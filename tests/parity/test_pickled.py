@@ -111,8 +111,28 @@ def test_meta_s_layout(tiny_models: Any, support: Any, tmp_path: Path) -> None:
         with pytest.raises(ToolkitError, match=f"model_format: .* holds {found} weights, not {asked}; leave it out"):
             open_runner(wrong, backend="pytorch", model_format=asked, options=RunnerOptions(device="cpu"))
     convert(str(path), str(tmp_path / "engine"), Packing(model_format="meta_llama"))
-    (path / "consolidated.01.pth").write_bytes(b"")
-    with pytest.raises(ToolkitError, match="parts of a split model"):
+
+
+@pytest.mark.parametrize("embed_rows", [False, True])
+def test_meta_s_layout_in_parts(tiny_models: Any, support: Any, tmp_path: Path, embed_rows: bool) -> None:
+    sizes: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}
+    source = tiny_models("llama", rope_parameters={"rope_type": "default", "rope_theta": 20000.0}, **sizes)
+    path = support("pickled").as_meta(source, tmp_path / "m", parts=4, embed_rows=embed_rows)
+    same_tensors(path, source)
+    expected = oracle(source)
+    assert all(greedy(path, backend) == expected for backend in BACKENDS)
+    engines = [tmp_path / "engine", tmp_path / "whole"]
+    for one, engine in zip((path, source), engines, strict=True):
+        convert(str(one), str(engine), Packing())
+    assert greedy(engines[0], "turbomind") == greedy(engines[1], "turbomind")
+    (path / "consolidated.02.pth").rename(tmp_path / "away")
+    with pytest.raises(ToolkitError, match=r"consolidated.02.pth: missing, though consolidated.03.pth is there; fetch"):
+        open_checkpoint(path)
+    (path / "consolidated.03.pth").unlink()
+    with pytest.raises(ToolkitError, match="and weights disagree"):  # two parts of four
+        open_runner(path, backend="pytorch", options=RunnerOptions(device="cpu"))
+    (tmp_path / "away").rename(path / "consolidated.02.pth")
+    with pytest.raises(ToolkitError, match=r"expected parts that share 8 heads and 4 of keys evenly, found 3 files"):
         open_checkpoint(path)
 
 

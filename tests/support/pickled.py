@@ -25,8 +25,9 @@ def as_pickled(source: Path, target: Path, shards: int = 2, **options: Any) -> P
     return target
 
 
-def as_meta(source: Path, target: Path) -> Path:
-    """A Llama in Meta's layout: its names, neighbouring numbers of a head turned together."""
+def as_meta(source: Path, target: Path, parts: int = 1, embed_rows: bool = False) -> Path:
+    """A Llama in Meta's layout: its names, neighbouring numbers of a head turned together. ``parts``: files, each with
+    a part of each matrix; ``embed_rows``: of embeddings some rows, as from Llama 3 on, not columns."""
     import torch
 
     from toolkit.artifacts.weight_files.meta_llama import _INSIDE, _WHOLE
@@ -43,7 +44,13 @@ def as_meta(source: Path, target: Path) -> Path:
             size = tensor.shape[0] // heads[short]
             tensor = tensor.view(heads[short], 2, size // 2, -1).transpose(1, 2).reshape(tensor.shape)
         found[f"{short}.weight" if layer is None else f"layers.{layer}.{short}.weight"] = tensor
-    torch.save(found, target / "consolidated.00.pth")
+    side_by_side = ("wo.weight", "w2.weight", *(() if embed_rows else ("tok_embeddings.weight",)))
+    for i in range(parts):
+        own = {
+            name: x if x.dim() < 2 else x.chunk(parts, 1 if name.endswith(side_by_side) else 0)[i].clone()
+            for name, x in found.items()
+        }
+        torch.save(own, target / f"consolidated.{i:02d}.pth")
     (target / "config.json").unlink()
     params = {
         "dim": config["hidden_size"],

@@ -19,7 +19,7 @@ from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.manifest import check_tensors, read_manifest
 from toolkit.artifacts.quantization import with_quantization
 from toolkit.artifacts.weight_files.find import INDEX, file_headers, find_weights
-from toolkit.artifacts.weight_files.meta_llama import is_meta_llama, open_meta_llama
+from toolkit.artifacts.weight_files.meta_llama import Split, is_meta_llama, open_meta_llama
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError, UsageError
@@ -46,6 +46,7 @@ class Checkpoint:
     infos: dict[str, TensorInfo]
     files: dict[str, Path]  # tensor name → the file that holds it
     gguf: GgufFile | None = None
+    splits: dict[str, Split] = field(default_factory=dict)  # of those of which several files hold a part
     _maps: dict[Path, Any] = field(default_factory=dict, repr=False)
     _ahead: ReadAhead | None = field(default=None, repr=False)
     checked: dict[str, Any] | None = field(default=None, repr=False)  # the ``quantization`` that was found to be sound
@@ -92,9 +93,15 @@ class Checkpoint:
             return self.gguf.tensor(name)
         if self._ahead is not None and (found := self._ahead.take(name)) is not None:
             return found
+        if (split := self.splits.get(name)) is None:
+            return self._view(self.files[name], info)
+        import torch
+
+        return torch.cat([self._view(path, part) for path, part in split.parts], split.axis)
+
+    def _view(self, path: Path, info: TensorInfo) -> Tensor:
         from toolkit.artifacts.weight_files.mapped import map_file, view_tensor
 
-        path = self.files[name]
         if path not in self._maps:
             self._maps[path] = map_file(path)
         return view_tensor(self._maps[path], info)
@@ -102,13 +109,14 @@ class Checkpoint:
     @contextmanager
     def reading_ahead(self, names: Iterable[str]) -> Iterator[None]:
         """Read the tensors called ``names`` before they are asked for, which is best done once and in this order. Those
-        of a GGUF file stay mapped."""
+        of a GGUF file, and those in parts, stay mapped."""
         if self.gguf is not None:
             yield
             return
         from toolkit.artifacts.weight_files.read_ahead import ReadAhead
 
-        self._ahead = ReadAhead((name, self.files[name], self.info(name)) for name in names if name in self)
+        alone = (name for name in names if name in self and name not in self.splits)
+        self._ahead = ReadAhead((name, self.files[name], self.info(name)) for name in alone)
         try:
             yield
         finally:
@@ -148,15 +156,17 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             f"{path}: this is an engine artifact, whose weights are packed; expected a checkpoint: "
             "give the directory it was converted from (tool inspect shows it)"
         )
+    splits: dict[str, Split] = {}
     if is_meta_llama(path):
-        config, infos, files = open_meta_llama(path)
+        meta = open_meta_llama(path)
+        config, infos, files, splits = meta.config, meta.infos, meta.files, meta.splits
     else:
         config, (infos, files) = read_config(path), read_headers(path)
     manifest = read_manifest(path)
     if manifest is not None:
         check_tensors(path, manifest)
     side = path / "generation_config.json"
-    return Checkpoint(path, config, read_json_object(side) if side.is_file() else {}, infos, files)
+    return Checkpoint(path, config, read_json_object(side) if side.is_file() else {}, infos, files, splits=splits)
 
 
 def format_name(quantization: dict[str, Any] | None) -> str:
@@ -180,7 +190,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """config.json of a model's directory, with the token ids that its family asks for. Raises ToolkitError."""
     check_directory(path)
     if is_meta_llama(path):
-        return open_meta_llama(path)[0]
+        return open_meta_llama(path).config
     return _with_token_ids(path, with_quantization(read_json_object(path / "config.json"), path))
 
 

@@ -158,7 +158,7 @@ def _check_activations(checkpoint: Checkpoint) -> None:
 def _start(checkpoint: Checkpoint, name: str) -> bytes:
     """The first bytes of a tensor."""
     info, most = checkpoint.info(name), 1 << 16
-    if info.view is not None:
+    if info.view is not None or name in checkpoint.splits:
         import torch
 
         raw = checkpoint.tensor(name).reshape(-1).view(torch.uint8)

@@ -2,6 +2,7 @@
 
 Source: https://github.com/meta-llama/llama-models (``models/llama3/args.py``, ``model.py``). Its rope turns
 neighbouring numbers of a head, ours (transformers') the halves, so the rows of q and k are read in another order.
+Larger models stand in a file for each GPU that they were trained to run on, with a part of every matrix.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.weight_files.find import file_headers
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
+from toolkit.base.lazy_dataclass import dataclass
 from toolkit.errors import ToolkitError
 
 PARAMS, WEIGHTS = "params.json", "consolidated.00.pth"
@@ -30,6 +32,8 @@ _INSIDE = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+_WIDE = ("attention.wo.weight", "feed_forward.w2.weight")  # whose parts stand side by side, not one below the other
+_PART = re.compile(r"consolidated\.\d\d\.pth")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 # What params.json does not say: tokens that the model was trained on, by the size of its vocabulary.
 _LENGTHS = {32000: 4096, 32016: 16384, 128256: 8192}
@@ -42,23 +46,86 @@ def is_meta_llama(directory: Path) -> bool:
     return there and not (directory / "config.json").is_file()
 
 
-def open_meta_llama(directory: Path) -> tuple[dict[str, Any], dict[str, TensorInfo], dict[str, Path]]:
-    """(config.json's fields, tensors by Hugging Face's names, their files). Raises ToolkitError, one line."""
-    file = directory / WEIGHTS
-    if (directory / "consolidated.01.pth").is_file():
-        raise ToolkitError(
-            f"{directory}: expected one consolidated.00.pth, found parts of a split model; convert it with "
-            "transformers' convert_llama_weights_to_hf first"
-        )
+@dataclass(frozen=True)
+class Split:
+    """A tensor of which several files hold a part: how many, and along which axis they are joined."""
+
+    axis: int
+    parts: tuple[tuple[Path, TensorInfo], ...]
+
+
+@dataclass(frozen=True)
+class MetaFiles:
+    """config.json's fields, and tensors by Hugging Face's names. ``files``: the first one that holds it, or a part."""
+
+    config: dict[str, Any]
+    infos: dict[str, TensorInfo]
+    files: dict[str, Path]
+    splits: dict[str, Split]
+
+
+def open_meta_llama(directory: Path) -> MetaFiles:
+    """Read the headers. Raises ToolkitError, one line, also where a part lacks or is of another model."""
     params = read_json_object(directory / PARAMS)
     heads = _count(directory, params, "n_heads")
     kv_heads = _count(directory, params, "n_kv_heads") if params.get("n_kv_heads") is not None else heads
-    ((_, header),) = file_headers([file])
+    files = _parts(directory)
+    if heads % len(files) or kv_heads % len(files):
+        raise ToolkitError(
+            f"{directory}: expected parts that share {heads} heads and {kv_heads} of keys evenly, found {len(files)} "
+            "files; convert it with transformers' convert_llama_weights_to_hf first"
+        )
+    headers = [header for _, header in file_headers(files)]
     infos: dict[str, TensorInfo] = {}
-    for name, info in header.items():
-        if name != "rope.freqs":
-            infos[_renamed(file, name)] = _halves(file, name, info, heads, kv_heads)
-    return _config(directory, params, infos, heads, kv_heads), infos, dict.fromkeys(infos, file)
+    splits: dict[str, Split] = {}
+    for name, first in headers[0].items():
+        if name == "rope.freqs":
+            continue
+        ours = _renamed(files[0], name)
+        found = [_of(file, header, name) for file, header in zip(files, headers, strict=True)]
+        if len(files) == 1 or len(first.shape) < 2:  # norms stand in each part
+            infos[ours] = _halves(files[0], name, first, heads, kv_heads)
+            continue
+        axis = _axis(name, first, params)
+        _check_parts(files, name, found)
+        own = [
+            _halves(file, name, info, heads // len(files), kv_heads // len(files))
+            for file, info in zip(files, found, strict=True)
+        ]
+        splits[ours] = Split(axis, tuple(zip(files, own, strict=True)))
+        shape = tuple(size * len(files) if at == axis else size for at, size in enumerate(first.shape))
+        infos[ours] = TensorInfo(first.dtype, shape, 0, sum(info.nbytes for info in found))
+    config = _config(directory, params, infos, heads, kv_heads)
+    return MetaFiles(config, infos, dict.fromkeys(infos, files[0]), splits)
+
+
+def _parts(directory: Path) -> list[Path]:
+    """The files, in order. Raises ToolkitError where one between others lacks."""
+    names = sorted(path.name for path in directory.glob("consolidated.*.pth") if _PART.fullmatch(path.name))
+    for number, name in enumerate(names):
+        if name != (expected := f"consolidated.{number:02d}.pth"):
+            raise ToolkitError(f"{directory / expected}: missing, though {name} is there; fetch the model again")
+    return [directory / name for name in names]
+
+
+def _of(file: Path, header: dict[str, TensorInfo], name: str) -> TensorInfo:
+    if name not in header:
+        raise ToolkitError(f"{file}: tensor {name} is missing, though {WEIGHTS} has it; fetch the model again")
+    return header[name]
+
+
+def _axis(name: str, part: TensorInfo, params: dict[str, Any]) -> int:
+    """Along which parts are joined. Those of embeddings have all columns from Llama 3 on, all rows before."""
+    if name == "tok_embeddings.weight":
+        return 0 if part.shape[1] == params.get("dim") else 1
+    return 1 if name.endswith(_WIDE) else 0
+
+
+def _check_parts(files: list[Path], name: str, parts: list[TensorInfo]) -> None:
+    first = parts[0]
+    for file, part in zip(files, parts, strict=True):
+        if (part.dtype, part.shape) != (first.dtype, first.shape) or len(part.shape) != 2:
+            raise ToolkitError(f"{file}: tensor {name}: expected {first}, as in {WEIGHTS}, found {part}")
 
 
 def _count(directory: Path, params: dict[str, Any], name: str) -> int:
