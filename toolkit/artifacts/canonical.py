@@ -378,6 +378,19 @@ class Codebook(Coded):
     group_size: int
     super_scales: SuperScales | None = None
 
+    def integers(self) -> GroupInt:
+        """8-bit codes: the same numbers where the table has whole ones within ±127 (IQ4_NL), else the nearest."""
+        most = float(self.table.abs().max()) or 1.0
+        table = self.table.double() / most
+        steps = torch.arange(64, 128, dtype=torch.float64, device=table.device)[:, None]
+        errors = ((table * steps).round() / steps - table).square().sum(1)
+        best = float(steps[errors.argmin()])
+        values = ((table * best).round() + 128).to(torch.uint8)
+        codes = self.codes if self.codes.is_meta else values[self.codes.int()]
+        scales = self.scales.float() * (most / best)
+        zeros = torch.full(scales.shape, 128, dtype=torch.uint8, device=scales.device)
+        return GroupInt(codes, scales, zeros, 8, self.group_size)
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         values = self.table[self.codes.long()].unflatten(1, (-1, self.group_size))
         return (values * self.scales.float()[..., None]).flatten(1).to(dtype)

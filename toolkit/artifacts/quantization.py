@@ -36,7 +36,8 @@ def with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
         return config
     if not isinstance(found, dict):
         raise ToolkitError(f"{source}: {FIELD}: expected an object, found {found!r:.60}")
-    method = found.get("quant_method")
+    bits = any(found.get(name) is True for name in ("load_in_4bit", "load_in_8bit"))  # of bitsandbytes before 2023-08
+    method = found.get("quant_method", "bitsandbytes" if bits else None)
     if not isinstance(method, str):
         raise ToolkitError(f"{source}: {FIELD}.quant_method: expected a name, found {method!r:.60}")
     ours = _OTHER_NAMES.get(method.lower(), method.lower())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from toolkit.base.lazy_dataclass import dataclass
 
-OURS = ("engine", "hf", "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "modelopt", "w8a8", "fp8",
-        "mxfp4", "trellis", "gguf")  # fmt: skip
+OURS = ("engine", "hf", "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "modelopt", "bitsandbytes",
+        "w8a8", "fp8", "mxfp4", "trellis", "gguf")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Target:
 _PEER = {"run.sh": "run.sh", "compose.yaml": "peer-compose.yaml"}
 _COMPOSE = "docker compose -f {out}/compose.yaml up -d"
 # What vLLM, SGLang and LMDeploy load is what their registries of quantization methods name; llama.cpp loads GGUF.
-_VLLM = ("hf", "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "modelopt", "fp8", "mxfp4")
+_VLLM = ("hf", "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "modelopt", "bitsandbytes", "fp8", "mxfp4")
 
 TARGETS: dict[str, Target] = {
     "docker": Target(OURS, {"Dockerfile": "Dockerfile", "run.sh": "docker-run.sh"}, "bash {out}/run.sh"),

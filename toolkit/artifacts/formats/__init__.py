@@ -10,6 +10,7 @@ from toolkit.artifacts.formats import (
     auto_round,
     awq,
     bitnet,
+    bitsandbytes,
     blocked_fp8,
     compressed_tensors,
     gguf_types,
@@ -56,7 +57,8 @@ class StackFormat(WeightFormat, Protocol):
 _STACKS: tuple[StackFormat, ...] = (blocked_fp8, mxfp4)
 STACK_FORMATS: dict[str, StackFormat] = {module.METHOD: module for module in _STACKS}
 _MODULES: tuple[WeightFormat, ...] = (
-    awq, gptq, auto_round, compressed_tensors, w8a8, blocked_fp8, mxfp4, modelopt, trellis, bitnet, gguf_types
+    awq, gptq, auto_round, compressed_tensors, w8a8, blocked_fp8, mxfp4, modelopt, trellis, bitnet, bitsandbytes,
+    gguf_types,
 )  # fmt: skip
 FORMATS: dict[str, WeightFormat] = {module.METHOD: module for module in _MODULES}
 

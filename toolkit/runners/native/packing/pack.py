@@ -1,4 +1,5 @@
-"""From canonical weights to the native library's tiles, exactly. Imports torch: used only to pack.
+"""From canonical weights to the native library's tiles, exactly; codes of a table become the 8-bit ones next to them.
+Imports torch: used only to pack.
 
 Float8 and group sizes that are no multiple of 16 have no packed form; ``pack_nearest`` makes them dense, and says so.
 What ``pack_…`` gives holds its source until its bytes are asked for, or written straight into a file (``Unpacked``).
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Trellis, Weight
+from toolkit.artifacts.canonical import ChannelInt8, Codebook, Dense, Fp8, GroupInt, Trellis, Weight
 from toolkit.artifacts.formats.words import Words
 from toolkit.base.threads import usable_cores
 from toolkit.runners.native import library
@@ -220,6 +221,8 @@ def packed_meta(w: Weight) -> PackedMeta:
         if cols % 16 or cols >= 65536:
             raise ValueError(f"{cols} columns")
         return PackedMeta(INT, rows, cols, F32, 8, cols, origin={"form": "channel_int8"})
+    if isinstance(w, Codebook):
+        return packed_meta(w.integers())
     if not isinstance(w, GroupInt | Trellis):
         raise ValueError(type(w).__name__)
     group = _split(w.group_size)
@@ -254,6 +257,8 @@ def pack_weight(w: Weight) -> PackedTensor:
         return pack_group_int(w)
     if isinstance(w, Trellis):
         return pack_trellis(w)
+    if isinstance(w, Codebook):
+        return pack_group_int(w.integers())
     if isinstance(w, ChannelInt8):
         return pack_channel_int8(w)
     if isinstance(w, Dense):
@@ -271,7 +276,7 @@ def pack_nearest(name: str, w: Weight, notes: list[str]) -> PackedTensor:
         what = "float8" if isinstance(w, Fp8) else str(reason)
         notes.append(f"{name}: {what} has no kernel here; held as bfloat16")
         return pack_as_bfloat16(w)
-    if isinstance(w, GroupInt | Trellis) and packed.meta.bits > w.bits:
+    if isinstance(w, GroupInt | Codebook | Trellis) and packed.meta.bits > w.bits:
         notes.append(f"{name}: codes of {w.bits} bits have no kernel here; held in {packed.meta.bits}")
     return packed
 
