@@ -620,7 +620,7 @@ def test_nan_is_refused_by_name(make: Any) -> None:
 def test_every_format_is_registered() -> None:
     assert set(FORMATS) == {
         "awq", "gptq", "auto-round", "compressed-tensors", "smooth_quant", "fp8", "mxfp4", "modelopt", "trellis",
-        "bitnet", "bitsandbytes", "gguf",
+        "bitnet", "bitsandbytes", "mlx", "gguf",
     }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ _OF_AWQ = {"w_bit": "bits", "q_group_size": "group_size"}
 def with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """``config``, which is config.json of the directory ``path``, with what is said of quantization at its top, under
     the names that formats have here. Raises ToolkitError where that is no object or lacks ``quant_method``."""
-    config = _at_the_top(config)
+    config = _of_mlx(_at_the_top(config))
     source = path / "config.json"
     if config.get(FIELD) is None and (beside := _beside(path)) is not None:
         source, told = beside
@@ -44,6 +44,15 @@ def with_quantization(config: dict[str, Any], path: Path) -> dict[str, Any]:
     inside = found.get("quantization") if ours == "modelopt" else None  # as in its own file
     found = {**found, **(inside if isinstance(inside, dict) else {}), "quant_method": ours}
     return {**config, FIELD: found}
+
+
+def _of_mlx(config: dict[str, Any]) -> dict[str, Any]:
+    """MLX says it in ``quantization``, and newer releases once more where others do, without a method."""
+    found, other = config.get("quantization"), config.get(FIELD)
+    if not isinstance(found, dict) or "bits" not in found or (isinstance(other, dict) and "quant_method" in other):
+        return config
+    rest = {name: value for name, value in config.items() if name != "quantization"}
+    return {**rest, FIELD: {**found, "quant_method": "mlx"}}
 
 
 def _at_the_top(config: dict[str, Any]) -> dict[str, Any]:

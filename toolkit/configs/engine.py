@@ -16,7 +16,7 @@ from toolkit.errors import UsageError
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 MODEL_FORMATS = ("hf", "meta_llama", "awq", "gptq", "auto-round", "compressed-tensors", "modelopt", "bitsandbytes",
-                 "fp8", "mxfp4", "w8a8", "trellis", "gguf", "engine")  # fmt: skip
+                 "mlx", "fp8", "mxfp4", "w8a8", "trellis", "gguf", "engine")  # fmt: skip
 LOAD_FORMATS = ("auto", "int8", "int4", "dummy")
 AUTO = "auto"
 MOST_SINKS = 128  # first tokens that a layer keeps beside its window, at most

@@ -5,7 +5,7 @@ from __future__ import annotations
 from toolkit.base.lazy_dataclass import dataclass
 
 OURS = ("engine", "hf", "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "modelopt", "bitsandbytes",
-        "w8a8", "fp8", "mxfp4", "trellis", "gguf")  # fmt: skip
+        "mlx", "w8a8", "fp8", "mxfp4", "trellis", "gguf")  # fmt: skip
 
 
 @dataclass(frozen=True)

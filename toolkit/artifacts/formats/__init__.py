@@ -15,6 +15,7 @@ from toolkit.artifacts.formats import (
     compressed_tensors,
     gguf_types,
     gptq,
+    mlx,
     modelopt,
     mxfp4,
     trellis,
@@ -58,7 +59,7 @@ _STACKS: tuple[StackFormat, ...] = (blocked_fp8, mxfp4)
 STACK_FORMATS: dict[str, StackFormat] = {module.METHOD: module for module in _STACKS}
 _MODULES: tuple[WeightFormat, ...] = (
     awq, gptq, auto_round, compressed_tensors, w8a8, blocked_fp8, mxfp4, modelopt, trellis, bitnet, bitsandbytes,
-    gguf_types,
+    mlx, gguf_types,
 )  # fmt: skip
 FORMATS: dict[str, WeightFormat] = {module.METHOD: module for module in _MODULES}
 
