@@ -95,10 +95,7 @@ def _scales(checkpoint: Checkpoint, name: str, state: dict[str, Any]) -> Tensor:
         return found
     size = state.get("nested_blocksize")
     nested, table = (checkpoint.tensor(f"{name}.weight.{x}") for x in ("nested_absmax", "nested_quant_map"))
-    good = (
-        isinstance(size, int) and not isinstance(size, bool) and size > 0 and nested.numel() == -(-len(found) // size)
-    )
-    if not good:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1 or nested.numel() != -(-len(found) // size):
         raise _wrong(checkpoint, name, "nested_blocksize", f"one that gives {nested.numel()} blocks", size)
     offset = state.get("nested_offset")
     if not isinstance(offset, int | float) or isinstance(offset, bool) or not math.isfinite(offset):
