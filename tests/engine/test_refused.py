@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from toolkit.engine.process.streams import Streams
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import build, get
-from toolkit.models.spec import CacheGroup, HeadLayer, TextHead
+from toolkit.models.spec import CacheGroup, DecoderSpec, HeadLayer, TextHead
 from toolkit.models.tiny import tiny_config
 from toolkit.runners.base import MemoryNeed, RunnerError, RunnerLost
 from toolkit.runners.native.runner import NativeRunner
@@ -197,6 +198,28 @@ def test_requests(family: str, tokens: int, fields: dict[str, Any], limits: tupl
     runner: Any = SimpleNamespace(spec=spec, options=SimpleNamespace(adapters=()), adapters=())
     request = EngineRequest("x", [1] * tokens, **{"params": SamplingParams(1), **fields})
     assert refused(lambda: check_request(request, runner, *limits)) == told
+
+
+@pytest.mark.parametrize(
+    "architecture, tied, mute",
+    [
+        ("Qwen2ForSequenceClassification", True, True),
+        ("Qwen2ForRewardModel", False, True),
+        ("Qwen2Model", False, True),
+        ("Qwen2Model", True, False),  # its embedding is its head
+        ("Qwen2ForCausalLM", False, False),
+    ],
+)
+def test_models_without_a_head_that_writes(architecture: str, tied: bool, mute: bool) -> None:
+    spec, _ = build(tiny_config(get("qwen2")) | {"architectures": [architecture], "tie_word_embeddings": tied})
+    assert DecoderSpec.from_json(spec.to_json()).mute == spec.mute == mute
+    runner: Any = SimpleNamespace(spec=spec, options=SimpleNamespace(adapters=()), adapters=())
+    one = EngineRequest("x", [1], SamplingParams(1))
+    check_request(replace(one, only="last"), runner, 100, 100)
+    if not mute:
+        return check_request(one, runner, 100, 100)
+    told = "this model (qwen2) has no head that writes; use /v1/embeddings, /v1/rerank, /classify or `tool embed`"
+    assert refused(lambda: check_request(one, runner, 100, 100)) == told
 
 
 def test_numbers_behind_a_hidden_state() -> None:

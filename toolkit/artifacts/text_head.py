@@ -16,7 +16,7 @@ from toolkit.artifacts.json_file import read_json, read_json_object, write_json_
 from toolkit.artifacts.weight_files.safetensors_file import map_arrays, widened
 from toolkit.base.record import plain, read
 from toolkit.errors import ToolkitError
-from toolkit.models.registry import find_family, is_causal, text_head
+from toolkit.models.registry import find_family, is_causal, is_mute, text_head
 from toolkit.models.spec import HeadActivation, HeadLayer, Pooling, TextHead
 
 if TYPE_CHECKING:
@@ -72,6 +72,16 @@ def default_pooling(directory: Path) -> Pooling:
 def reads_alone(directory: Path) -> bool:
     """Whether the model in the folder writes no texts."""
     return any(_told(directory))
+
+
+def asks_nobody(directory: Path) -> bool:
+    """Whether it cannot answer a question either: it has no head that writes."""
+    config = directory / "config.json"
+    try:
+        values = read_json_object(config)
+        return reads_alone(directory) or is_mute(values, find_family(values, str(config)))
+    except ToolkitError:
+        return False
 
 
 def _told(directory: Path) -> tuple[bool, bool]:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 READS_ALONE = "reads texts for embeddings and scores and writes none; use /v1/embeddings, /v1/rerank or `tool embed`"
 
+MUTE = "has no head that writes; use /v1/embeddings, /v1/rerank, /classify or `tool embed`"
+
 
 def check_request(request: EngineRequest, runner: Runner, max_len: int, session_len: int) -> None:
     """Raise UsageError, naming the field, where the request cannot run. ``max_len``: see ``longest_request``."""
@@ -38,6 +40,8 @@ def check_request(request: EngineRequest, runner: Runner, max_len: int, session_
             raise UsageError(f"{name}: token id {wrong} is outside the model's vocabulary of {vocab}")
     if runner.spec.encodes and request.only not in ("cls", "last", "mean"):
         raise UsageError(f"this model ({runner.spec.family}) {READS_ALONE}")
+    if runner.spec.mute and not request.only:
+        raise UsageError(f"this model ({runner.spec.family}) {MUTE}")
     if p.routes and not runner.spec.mixtures():
         raise UsageError("return_routed_experts: this model has no experts; leave it out")
     if request.pictures and runner.spec.vision is None:

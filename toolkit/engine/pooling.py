@@ -8,7 +8,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.artifacts.text_head import Arrays, default_pooling, find_head, head_numbers, pooling_config, reads_alone
+from toolkit.artifacts.text_head import (
+    Arrays,
+    asks_nobody,
+    default_pooling,
+    find_head,
+    head_numbers,
+    pooling_config,
+    reads_alone,
+)
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import POOLINGS, HeadLayer, Pooling, TextHead
 
@@ -18,12 +26,20 @@ _erf = np.frompyfunc(math.erf, 1, 1)
 class Head:
     """What becomes of hidden states. ``pooling``: of embeddings; ``told``: whether the model's folder says how they are
     made; ``scores``: whether it was trained to score texts, by the state that ``spec.pooling`` takes;
-    ``writes``: whether the model writes texts, so that it can be asked for its judgement."""
+    ``writes``: whether it reads texts as those that write do, pairs as a question in a chat; ``asks``: whether the
+    model can be asked for its judgement."""
 
     def __init__(
-        self, spec: TextHead, numbers: Arrays, pooling: Pooling, told: bool, where: str, writes: bool = True
+        self,
+        spec: TextHead,
+        numbers: Arrays,
+        pooling: Pooling,
+        told: bool,
+        where: str,
+        writes: bool = True,
+        asks: bool = True,
     ) -> None:
-        self.spec, self.pooling, self.told, self.writes = spec, pooling, told, writes
+        self.spec, self.pooling, self.told, self.writes, self.asks = spec, pooling, told, writes, asks
         self._numbers = numbers
         self._where = where
         if self.scores and len(numbers[f"{len(spec.layers) - 1}.weight"]) != spec.labels:
@@ -130,7 +146,15 @@ def open_head(directory: Path, wanted: str = "auto") -> Head:
     told = found is not None and not found.labels and pooling_config(directory) is not None
     spec = found or TextHead(named or default_pooling(directory))
     numbers = head_numbers(directory, spec) if spec.layers else {}
-    return Head(spec, numbers, named or spec.pooling, told, str(directory), not reads_alone(directory))
+    return Head(
+        spec,
+        numbers,
+        named or spec.pooling,
+        told,
+        str(directory),
+        not reads_alone(directory),
+        not asks_nobody(directory),
+    )
 
 
 def vector(hidden: NDArray[np.float32], dimensions: int | None, normalize: bool) -> NDArray[np.float32]:

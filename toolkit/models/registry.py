@@ -37,6 +37,7 @@ VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one 
 # Fields of a config that hold the language model of one that sees.
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 REWARD = "ForRewardModel"  # how classes end that say how good an answer is
+_SCORING = ("ForSequenceClassification", REWARD)
 GROUP = "toolkit.families"  # of entry points: name = "package.module:FAMILY"
 
 
@@ -181,7 +182,15 @@ def build(config: dict[str, Any], source: str = "config.json", own: Iterable[Fam
         spec, stored = both_ways(fields, spec), [x for x in stored if x.kind != "head"]
     check_dtype(fields)
     check_token_ids(fields, spec.vocab_size)
-    return replace(spec, family=family.name), stored
+    return replace(spec, family=family.name, mute=is_mute(config, family, source)), stored
+
+
+def is_mute(config: dict[str, Any], family: Family, source: str = "config.json") -> bool:
+    """Whether a decoder has nothing that writes texts: it was trained to score them, or saved without a head that was
+    not its embedding."""
+    if not without_head(config, family):
+        return False
+    return str(_architecture(config)).endswith(_SCORING) or not family.build(_fields(config, source, family))[0].tied
 
 
 def language_part(config: Mapping[str, Any]) -> str | None:
@@ -211,7 +220,7 @@ def part_alone(config: dict[str, Any], family: Family) -> str | None:
 def without_head(config: dict[str, Any], family: Family) -> bool:
     """Whether a model was saved without the head that its family has: for embeddings (Qwen3Model, MistralModel), or
     with another that scores."""
-    name, ends = _architecture(config), ("Model", "ForSequenceClassification")
+    name, ends = _architecture(config), ("Model", *_SCORING)
     bare = isinstance(name, str) and name.endswith(ends) and name not in family.architectures
     return bare and not family.encodes
 
@@ -252,7 +261,7 @@ def build_video(
 def text_head(config: dict[str, Any], source: str) -> TextHead | None:
     """What a model has that was trained to score texts behind its hidden states; None for any other model."""
     name = _architecture(config)
-    if not (isinstance(name, str) and name.endswith(("ForSequenceClassification", REWARD))):
+    if not (isinstance(name, str) and name.endswith(_SCORING)):
         return None
     family, fields = find_family(config, source), Fields(config, source)
     if name.endswith(REWARD):

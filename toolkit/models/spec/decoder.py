@@ -134,6 +134,7 @@ class DecoderSpec:
     that stands where one is not known yet; logits of a row are then about its own token, not the next. ``float16``:
     whether what it computes stays within that type's numbers. ``encoder``: of a model that reads texts as wholes and
     has no head; nothing is drawn from it. ``per_layer``: what layers are given of each token beside the stream.
+    ``mute``: it was saved without the head that its family writes with, so that its embedding stands in for one.
     """
 
     family: str
@@ -156,6 +157,7 @@ class DecoderSpec:
     float16: bool = later(True)
     encoder: EncoderSpec | None = later(None)
     per_layer: PerLayerTable | None = later(None)
+    mute: bool = later(False)
 
     def __repr__(self) -> str:
         """One line; all of it is ``to_json()``."""

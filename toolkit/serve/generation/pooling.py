@@ -119,7 +119,7 @@ class Pairs:
         "embedding" for one that says how its embeddings are made or reads alone, else "yes_no". Raises ApiError (400)
         for an instruction that nobody would be told."""
         head = self.state.head
-        method = method or ("classifier" if head.scores else "embedding" if head.told or not head.writes else "yes_no")
+        method = method or ("classifier" if head.scores else "embedding" if head.told or not head.asks else "yes_no")
         if method == "classifier" and not head.scores:
             raise bad_field("method", "classifier needs a model that has one; use embedding or yes_no")
         told = method == "yes_no" or (method == "classifier" and head.writes)
