@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import toolkit
 from toolkit.chat.messages import normalise
 from toolkit.engine.process.outage import Outage
 from toolkit.errors import BusyError, ToolkitError, UsageError
@@ -327,6 +328,11 @@ def test_keys(start: Any) -> None:
     assert (
         send(server, "/health", None, "GET") == send(server, "/v1/health", None, "GET") == (200, {"status": "healthy"})
     )
+    assert send(server, "/ping", None, "GET") == (200, {"status": "healthy"})
+    assert send(server, "/ping", {}, "POST", {"Authorization": "Bearer secret"}) == (200, {"status": "healthy"})
+    assert send(server, "/version", None, "GET")[0] == 401
+    told = send(server, "/version", None, "GET", {"Authorization": "Bearer secret"})
+    assert told == (200, {"version": toolkit.__version__})
 
 
 def test_failure_before_the_first_token_has_a_status(start: Any) -> None:

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 from starlette.responses import Response as HttpResponse
 
+from toolkit import __version__
 from toolkit.chat.embedded_text import EmbeddedText
 from toolkit.engine.pooling import open_head
 from toolkit.serve import adapter_routes, control_routes, weight_routes
@@ -142,6 +143,7 @@ def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
     healthy = answered("200 when the engine can take requests, 503 when not; needs no key", Health)
     healthy["responses"][503] = healthy["responses"][200] | {"description": "It cannot"}
 
+    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # as SageMaker asks
     @app.head("/health", include_in_schema=False)
     @app.get("/v1/health", include_in_schema=False)  # as llama.cpp has it, too
     @app.get("/health", **healthy)
@@ -154,6 +156,10 @@ def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
         if outage is None:
             return json_response({"status": "healthy"})
         return json_response({"status": "unhealthy", "reason": outage.why, "restarting": outage.restarting}, 503)
+
+    @app.get("/version", include_in_schema=False)  # as vLLM has it
+    async def version() -> HttpResponse:
+        return json_response({"version": __version__})
 
     if state.settings.disable_metrics:
         return

@@ -114,6 +114,7 @@ def _add_plain_routes(app: FastAPI, state: ProxyState, fleet: Fleet, metrics: bo
         fleet.find(name)
         return next(card(**told, created=started) for told in fleet.cards() if told["name"] == name)
 
+    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # as SageMaker asks
     @app.head("/health")
     @app.get("/v1/health")
     @app.get("/health")

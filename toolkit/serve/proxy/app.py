@@ -162,6 +162,7 @@ def _add_plain_routes(app: FastAPI, state: ProxyState) -> None:
 
     add_lists(app, lambda: [Listed(name, memory=0) for name in state.nodes.models()])
 
+    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)  # as SageMaker asks
     @app.head("/health", include_in_schema=False)
     @app.get("/v1/health", include_in_schema=False)
     @app.get("/health", summary="200 while a node gets requests; needs no key")

@@ -15,7 +15,7 @@ from toolkit.serve.page.routes import FILES
 
 KEY = "toolkit.key"  # in a request's scope: the key that it carries, b"" where none is asked for
 # Liveness, the page and the documentation carry no user's data.
-OPEN_PATHS = frozenset({"/health", "/v1/health", "/", "/docs", "/openapi.json", *PATHS, *FILES})
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping", "/", "/docs", "/openapi.json", *PATHS, *FILES})
 
 
 class ApiKeyMiddleware:
