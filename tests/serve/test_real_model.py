@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -281,6 +282,24 @@ def test_structured_output(client: openai.OpenAI) -> None:
 def test_bias_and_penalties_reach_the_sampler(client: openai.OpenAI) -> None:
     forced = complete(client, logit_bias={"70": 100}, max_tokens=3).choices[0].text
     assert forced == complete(client, [70, 70, 70], echo=True, max_tokens=0).choices[0].text
+
+
+def test_no_other_tokens_are_drawn(client: openai.OpenAI) -> None:
+    """Of allowed_token_ids, at any temperature and beside a format, and what log-probabilities they then have."""
+    more = {"allowed_token_ids": [70, 75, 81], "return_token_ids": True, "ignore_eos": True}
+    drawn = complete(client, n=4, temperature=2.0, seed=1, max_tokens=20, logprobs=3, extra_body=more)
+    ids = {i for choice in drawn.choices for i in choice.model_extra["token_ids"]}
+    assert ids == {70, 75, 81}
+    for best in drawn.choices[0].logprobs.top_logprobs:
+        assert sum(math.exp(x) for x in best.values()) == pytest.approx(1, abs=1e-4)
+
+
+def test_what_texts_begin_with_may_be_left_out(client: openai.OpenAI) -> None:
+    asked = {"return_token_ids": True}
+    whole = complete(client, "a sea", max_tokens=1, extra_body=asked).choices[0].model_extra["prompt_token_ids"]
+    bare = complete(client, "a sea", max_tokens=1, extra_body=asked | {"add_special_tokens": False})
+    ids = bare.choices[0].model_extra["prompt_token_ids"]
+    assert whole[-len(ids) :] == ids and len(whole) >= len(ids)
 
 
 def test_chat(client: openai.OpenAI) -> None:

@@ -44,7 +44,6 @@ UNSUPPORTED = {
     # vLLM's:
     "chat_template": "cannot be set by a request; start the server with --chat-template",
     "logits_processors": "only in Python, as GenerationConfig has them",
-    "allowed_token_ids": "not supported; a response_format says what may be written",
     "use_beam_search": "not supported; best_of of /v1/completions is the nearest",
     "length_penalty": "not supported; it is a beam search's",
     "echo": "only for /v1/completions",
@@ -133,6 +132,9 @@ class SampledRequest(FormatFields):
     n: int | None = parameter("n")
     logit_bias: dict[str, Annotated[float, Field(ge=LOGIT_BIAS.low, le=LOGIT_BIAS.high)]] | None = Field(
         None, max_length=MOST["logit_bias"]
+    )
+    allowed_token_ids: list[TokenId] | None = Field(
+        None, min_length=1, max_length=MOST["logit_bias"], description="As vLLM has it: no other token is drawn"
     )
     stop: Stop = None
     min_tokens: int | None = parameter("min_new_tokens", description="vLLM's name of min_new_tokens")
@@ -344,6 +346,7 @@ class CompletionRequest(ReadingRequest):
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     best_of: int | None = parameter("n", description="Generate so many, return the n of the highest mean logprob")
+    add_special_tokens: bool | None = Field(None, description="As in vLLM; false: not what texts begin with")
     suffix: str | None = Field(None, description="What comes behind the gap, for models that were trained on gaps")
 
     @model_validator(mode="after")

@@ -19,6 +19,7 @@ from toolkit.messages import GenerationConfig, Response
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import run_choices
 from toolkit.serve.generation.read import encode_embedded, encode_pair, encode_text
+from toolkit.serve.generation.sampling import ONLY_THESE
 from toolkit.serve.http.errors import ApiError, bad_field
 from toolkit.serve.state import ServerState
 
@@ -32,7 +33,6 @@ SYSTEM = (
     'Note that the answer can only be "yes" or "no".'
 )
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-ONLY_THESE = 100.0  # a logit so much higher leaves no other token among the likeliest
 
 
 async def run_prompts(

@@ -204,10 +204,10 @@ async def encode_text(state: ServerState, render: Callable[[], str], param: str,
     return await state.lanes.run(lambda: _encode(state, render(), param, special=False), size)
 
 
-async def encode_prompt(state: ServerState, prompt: str | Sequence[int], param: str) -> list[int]:
-    """A completion's prompt as token ids."""
+async def encode_prompt(state: ServerState, prompt: str | Sequence[int], param: str, special: bool = True) -> list[int]:
+    """A completion's prompt as token ids. ``special``: a text begins with what the tokenizer has texts begin with."""
     if isinstance(prompt, str):
-        return await state.lanes.run(lambda: _encode(state, prompt, param, special=True), len(prompt))
+        return await state.lanes.run(lambda: _encode(state, prompt, param, special), len(prompt))
     check_prompt(state, len(prompt), param)
     limit = state.engine.tokenizer.vocab_size
     if not 0 <= min(prompt) <= max(prompt) < limit:

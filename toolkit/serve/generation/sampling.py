@@ -18,6 +18,7 @@ from toolkit.serve.http.errors import bad_field
 from toolkit.serve.state import ServerState
 
 _DIGITS = 10  # of a token id
+ONLY_THESE = 100.0  # a logit so much higher leaves no other token among the likeliest
 
 
 def choose_defaults(wanted: str, model_dir: Path | None) -> GenerationConfig:
@@ -73,7 +74,7 @@ def generation_config(
         include_stop_str_in_output=bool(request.include_stop_str_in_output),
         repetition_ngram_size=given.get("repetition_ngram_size", 0),
         repetition_ngram_threshold=given.get("repetition_ngram_threshold", 0),
-        logit_bias=_logit_bias(request.logit_bias, vocab_size),
+        logit_bias=_logit_bias(request, vocab_size),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         return_routed_experts=bool(routed),
@@ -94,7 +95,14 @@ def choice_config(config: GenerationConfig, index: int) -> GenerationConfig:
     return choice
 
 
-def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+def _logit_bias(request: SampledRequest, vocab_size: int) -> dict[int, float] | None:
+    given, allowed = request.logit_bias, request.allowed_token_ids
+    if allowed is not None:
+        if given:
+            raise bad_field("allowed_token_ids", "expected either it or logit_bias")
+        if (most := max(allowed)) >= vocab_size:
+            raise bad_field("allowed_token_ids", f"expected ids below {vocab_size}, found {most}")
+        return dict.fromkeys(allowed, ONLY_THESE)
     if not given:
         return None
     bias = {}
