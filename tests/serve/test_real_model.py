@@ -294,6 +294,26 @@ def test_no_other_tokens_are_drawn(client: openai.OpenAI) -> None:
         assert sum(math.exp(x) for x in best.values()) == pytest.approx(1, abs=1e-4)
 
 
+def test_a_prompt_s_last_tokens_may_be_all_that_is_read(client: openai.OpenAI) -> None:
+    def read(prompt: Any, most: int, **more: Any) -> list[int]:
+        extra = {"return_token_ids": True, "truncate_prompt_tokens": most, **more}
+        done = complete(client, prompt, max_tokens=1, extra_body=extra)
+        return list(done.choices[0].model_extra["prompt_token_ids"])
+
+    text = "The sea, the sea, and a ship at sea, " * 3
+    whole = read(text, 10_000, add_special_tokens=False)
+    assert read(text, 5, add_special_tokens=False) == whole[-5:] == read(whole, 5)
+    assert read(text * 400, 7, add_special_tokens=False) == whole[-7:]
+    assert len(read(text * 400, -1)) == len(read(list(range(3, 40)) * 400, -1)) > 100
+    with pytest.raises(openai.BadRequestError, match="session length"):
+        complete(client, text * 400)
+    talk = [{"role": "user", "content": text}]
+    cut = client.chat.completions.create(
+        model="tiny", messages=talk, max_tokens=1, extra_body={"truncate_prompt_tokens": 6, "return_token_ids": True}
+    )
+    assert cut.usage.prompt_tokens == len(cut.model_extra["prompt_token_ids"]) == 6
+
+
 def test_what_texts_begin_with_may_be_left_out(client: openai.OpenAI) -> None:
     asked = {"return_token_ids": True}
     whole = complete(client, "a sea", max_tokens=1, extra_body=asked).choices[0].model_extra["prompt_token_ids"]

@@ -48,7 +48,7 @@ UNSUPPORTED = {
     "length_penalty": "not supported; it is a beam search's",
     "echo": "only for /v1/completions",
     "return_tokens_as_token_ids": "not supported; return_token_ids gives them",
-    "truncate_prompt_tokens": "not supported; shorten the prompt",
+    "truncate_prompt_tokens": "only for /v1/chat/completions and /v1/completions",
     "mm_processor_kwargs": "not supported; pictures are prepared as the model's files say",
     "media_io_kwargs": "only for /v1/chat/completions",
     "kv_transfer_params": "not supported; caches stay in their server",
@@ -219,6 +219,15 @@ class ReadingRequest(SampledRequest):
     return_progress: bool | None = Field(
         None, description="As llama.cpp has it: a stream says how far the prompt has come"
     )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="As in vLLM: the prompt's last tokens alone, so many; -1: as many as there is room for"
+    )
+
+    @model_validator(mode="after")
+    def _keeps_something(self) -> ReadingRequest:
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens: expected -1, or 1 and more, found 0")
+        return self
 
     @model_validator(mode="after")
     def _fits_a_stream(self) -> ReadingRequest:
@@ -233,6 +242,12 @@ class ReadingRequest(SampledRequest):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    def kept_tokens(self, session_len: int) -> int | None:
+        """How many of the prompt's last tokens are read; None: all."""
+        if self.truncate_prompt_tokens == -1:
+            return max(session_len - (self.token_limit or 1), 1)
+        return self.truncate_prompt_tokens
 
     @property
     def token_limit(self) -> int | None:

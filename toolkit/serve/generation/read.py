@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.models.eyes.pictures import Picture
 from toolkit.serve.fields.message import Message
 from toolkit.serve.fields.protocol import ChatCompletionRequest
@@ -120,12 +121,17 @@ async def encode_chat(
             logger.info("%s: prompt %r", name, state.shorten(text))
         return text
 
+    kept = request.kept_tokens(state.engine.session_len)
+
     def encode(text: str) -> list[int]:
         if limited:
-            return _encode(state, text, "messages", special=False)
-        return state.engine.tokenizer.encode(text, add_special_tokens=False)
+            return _encode(state, text, "messages", special=False, kept=kept)
+        return state.engine.tokenizer.encode(text, add_special_tokens=False)[-(kept or 0) :]
 
-    return await encode_messages(state, request.messages, render, encode, size, request.media_io_kwargs)
+    found = await encode_messages(state, request.messages, render, encode, size, request.media_io_kwargs)
+    if found[2] and kept is not None:
+        raise bad_field("truncate_prompt_tokens", "not with pictures, which would be cut; leave it out")
+    return found
 
 
 async def encode_messages(
@@ -204,10 +210,14 @@ async def encode_text(state: ServerState, render: Callable[[], str], param: str,
     return await state.lanes.run(lambda: _encode(state, render(), param, special=False), size)
 
 
-async def encode_prompt(state: ServerState, prompt: str | Sequence[int], param: str, special: bool = True) -> list[int]:
-    """A completion's prompt as token ids. ``special``: a text begins with what the tokenizer has texts begin with."""
+async def encode_prompt(
+    state: ServerState, prompt: str | Sequence[int], param: str, special: bool = True, kept: int | None = None
+) -> list[int]:
+    """A completion's prompt as token ids. ``special``: a text begins with what the tokenizer has texts begin with.
+    ``kept``: so many of the last are read alone."""
     if isinstance(prompt, str):
-        return await state.lanes.run(lambda: _encode(state, prompt, param, special), len(prompt))
+        return await state.lanes.run(lambda: _encode(state, prompt, param, special, kept), len(prompt))
+    prompt = prompt[-(kept or 0) :]
     check_prompt(state, len(prompt), param)
     limit = state.engine.tokenizer.vocab_size
     if not 0 <= min(prompt) <= max(prompt) < limit:
@@ -216,9 +226,15 @@ async def encode_prompt(state: ServerState, prompt: str | Sequence[int], param: 
     return list(prompt)
 
 
-def _encode(state: ServerState, text: str, param: str, special: bool) -> list[int]:
-    """``text`` tokenized; one that is far too long for the session only as far as it takes to see that."""
+def _encode(state: ServerState, text: str, param: str, special: bool, kept: int | None = None) -> list[int]:
+    """``text`` tokenized; one that is far too long for the session only as far as it takes to see that. ``kept``: so
+    many of its last tokens alone, with those that every text begins with."""
     tokenizer, limit = state.engine.tokenizer, state.engine.session_len
+    if kept is not None:
+        first = tokenizer.encode("", add_special_tokens=True) if special else []
+        token_ids = first + _end(tokenizer, text, max(kept - len(first), 1))
+        check_prompt(state, len(token_ids), param)
+        return token_ids
     size = PIECE * limit
     if len(text) > size:
         found = 0
@@ -246,6 +262,14 @@ async def encode_embedded(state: ServerState, prompt: str | Sequence[int], param
     ids = await state.lanes.run(lambda: _beginning(text, limit, lambda part: read.encode(part, limit), len), len(text))
     check_prompt(state, len(ids), param)
     return ids
+
+
+def _end(tokenizer: Tokenizer, text: str, kept: int) -> list[int]:
+    """The last ``kept`` tokens of a text, of which no more is read than it takes."""
+    size = PIECE * kept
+    while len(found := tokenizer.encode(text[-size:], add_special_tokens=False)) < kept + SEAM and size < len(text):
+        size *= 2
+    return found[-kept:]
 
 
 def _beginning(text: str, limit: int, encode: Callable[[str], T], tokens: Callable[[T], int]) -> T:

@@ -82,7 +82,8 @@ class CompletionAnswer:
             param = "prompt" if len(request.prompt) == 1 else f"prompt.{p}"
             if request.suffix:
                 prompt = with_gap(state.engine.tokenizer, "suffix", str(prompt), request.suffix)
-            token_ids = await encode_prompt(state, prompt, param, request.add_special_tokens is not False)
+            special, kept = request.add_special_tokens is not False, request.kept_tokens(state.engine.session_len)
+            token_ids = await encode_prompt(state, prompt, param, special, kept)
             for i in range(n):
                 told = bool(request.return_progress and not i)
                 own = choice_config(config, i)
