@@ -217,13 +217,13 @@ async def encode_prompt(
     ``kept``: so many of the last are read alone."""
     if isinstance(prompt, str):
         return await state.lanes.run(lambda: _encode(state, prompt, param, special, kept), len(prompt))
-    prompt = prompt[-(kept or 0) :]
-    check_prompt(state, len(prompt), param)
+    ids = list(prompt[-(kept or 0) :])
+    check_prompt(state, len(ids), param)
     limit = state.engine.tokenizer.vocab_size
-    if not 0 <= min(prompt) <= max(prompt) < limit:
-        wrong = next(token for token in prompt if not 0 <= token < limit)
+    if not 0 <= min(ids) <= max(ids) < limit:
+        wrong = next(token for token in ids if not 0 <= token < limit)
         raise bad_field(param, f"expected token ids from 0 to {limit - 1}, found {wrong}")
-    return list(prompt)
+    return ids
 
 
 def _encode(state: ServerState, text: str, param: str, special: bool, kept: int | None = None) -> list[int]:
