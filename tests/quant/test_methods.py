@@ -287,7 +287,10 @@ def test_statistics_are_taken_once_and_give_the_same_result(tiny_models: Any, tm
     awq = partial(auto_awq, options=Awq(rounding="nearest", tune_steps=0))  # GPTQ sees inputs of quantized layers
     for name, run in (("awq", awq), ("smooth", smooth_quant)):
         run(model, tmp_path / name, common=quick(text))
-        run(model, tmp_path / f"{name}-saved", common=quick(text, calibration=str(tmp_path / "statistics")))
+        told.clear()
+        saved = quick(text, calibration=str(tmp_path / "statistics"), notice=told.append)
+        run(model, tmp_path / f"{name}-saved", common=saved)
+        assert f"--calib-dataset {text}: not read, for --calibration stands in place of text" in told
         a, b = (load_file(tmp_path / x / "model.safetensors") for x in (name, f"{name}-saved"))
         assert all(torch.equal(a[key], b[key]) for key in a)
     other = str(tiny_models("mixtral", seed=5))

@@ -372,6 +372,8 @@ def _saved(source: LayerSource, recipe: Recipe, common: Common, digest: str) -> 
         return None
     if not recipe.calibrated:
         raise UsageError("--calibration: this method reads no statistics; leave the option out")
+    if common.calib_dataset != type(common).calib_dataset:
+        common.notice(f"--calib-dataset {common.calib_dataset}: not read, for --calibration stands in place of text")
     return open_statistics(user_path(common.calibration).absolute(), digest, source)
 
 
