@@ -20,8 +20,10 @@ from toolkit.convert.formats import rewrite
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.measure.text import heldout_text
 from toolkit.models.registry import load_spec
+from toolkit.quant import gguf
 from toolkit.quant.calibrate import calibrate
 from toolkit.quant.layers.forward import embed, head_logits, layer_forward
+from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, auto_round, search
 from toolkit.quant.methods import search as finder
 from toolkit.quant.options import AutoRound, Awq, Gptq, Search
@@ -190,7 +192,6 @@ def test_what_is_not_quantized_is_never_more_than_was_counted(
 ) -> None:
     """Routers and biases, float32 in the file, among it: else ``search --size`` makes files beyond its budget."""
     from toolkit.quant.gguf import overhead_bits
-    from toolkit.quant.layers.source import LayerSource
 
     model = tiny_models(family, num_hidden_layers=1, dtype="bfloat16", **changes)
     source = LayerSource(model)
@@ -203,7 +204,6 @@ def test_what_is_not_quantized_is_never_more_than_was_counted(
 def test_merges_that_one_architecture_alone_states_are_counted(tiny_checkpoint: Any, tmp_path: Path) -> None:
     """Gemma 4's, half a million: else ``search --size`` makes files beyond its budget."""
     from toolkit.quant.gguf import overhead_bits
-    from toolkit.quant.layers.source import LayerSource
 
     model = tiny_checkpoint("gemma4_text", tmp_path / "model")
     tokenizer = json.loads((model / "tokenizer.json").read_text())
@@ -293,3 +293,9 @@ def test_a_killed_search_goes_on(
     a, b = (np.fromfile(tmp_path / x / "model.gguf", np.uint8) for x in ("whole", "broken"))
     same = len(a) == len(b) and (a == b).mean() > 0.999  # general.name is the directory's
     assert same, json.dumps([len(a), len(b)])
+
+
+def test_a_tower_that_no_file_holds_is_told_before_the_work(tiny_models: Any) -> None:
+    source = LayerSource(tiny_models("internvl_chat", shape=1))
+    with pytest.raises(ToolkitError, match="internvl has RMS norms where its tower is 3200 wide and nowhere else"):
+        gguf.check(source, [])

@@ -16,11 +16,14 @@ from torch import Tensor
 from toolkit.artifacts.canonical import GroupInt, Weight
 from toolkit.artifacts.formats.describe import form_name
 from toolkit.artifacts.gguf.container import TYPES
+from toolkit.artifacts.gguf.eyes_export import check_eyes
 from toolkit.artifacts.gguf.fit import smallest
 from toolkit.artifacts.gguf.metadata import model_metadata
 from toolkit.artifacts.gguf.vocabulary import vocabulary
 from toolkit.artifacts.manifest import content_digest
 from toolkit.errors import ToolkitError
+from toolkit.models.eyes.mmproj import Mmproj
+from toolkit.models.registry import get
 from toolkit.models.sites import layer_sites
 from toolkit.models.spec import LinearSpec
 from toolkit.quant.layers.result import Method
@@ -57,6 +60,8 @@ def check(source: LayerSource, linears: Iterable[LinearSpec]) -> None:
             "--gguf-type q4_k_m"
         )
     _vocabulary(source)
+    if isinstance(get(source.spec.family).gguf, Mmproj):
+        check_eyes(source.checkpoint, source.spec, source.outer)
 
 
 def _vocabulary(source: LayerSource) -> dict[str, Any]:

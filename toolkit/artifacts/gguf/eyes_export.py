@@ -43,6 +43,19 @@ class _Piece:
 def write_eyes(checkpoint: Checkpoint, spec: DecoderSpec, stored: list[StoredTensor], path: Path) -> None:
     """Write the tower of ``checkpoint`` to ``path``, matrices in the 16 or 32 bits that they are stored in, everything
     else in float32. Raises ToolkitError for one that llama.cpp does not compute."""
+    metadata, pieces = _planned(checkpoint, spec, stored)
+    data = (piece.read().contiguous() for piece in pieces)
+    write_gguf(path, metadata, [piece.entry for piece in pieces], (_bytes(tensor) for tensor in data))
+
+
+def check_eyes(checkpoint: Checkpoint, spec: DecoderSpec, stored: list[StoredTensor]) -> None:
+    """Raise what ``write_eyes`` would, reading headers alone."""
+    _planned(checkpoint, spec, stored)
+
+
+def _planned(
+    checkpoint: Checkpoint, spec: DecoderSpec, stored: list[StoredTensor]
+) -> tuple[dict[str, Any], list[_Piece]]:
     vision, spelling = spec.vision, get(spec.family).gguf
     assert vision is not None and isinstance(spelling, Mmproj)
     recipe = open_recipe(checkpoint.tokenizer_dir)
@@ -55,8 +68,7 @@ def write_eyes(checkpoint: Checkpoint, spec: DecoderSpec, stored: list[StoredTen
         "general.name": title(checkpoint.path),
         "general.file_type": FILE_TYPES[max(set(kinds), key=kinds.count)],
     }
-    data = (piece.read().contiguous() for piece in pieces)
-    write_gguf(path, metadata, [piece.entry for piece in pieces], (_bytes(tensor) for tensor in data))
+    return metadata, pieces
 
 
 def _bytes(tensor: Tensor) -> NDArray[np.uint8]:

@@ -75,8 +75,8 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
             functions = [(id, {"name": f.name, "arguments": f.arguments}) for id, f in calls]
             made["tool_calls"] = [{"id": id, "type": "function", "function": function} for id, function in functions]
         if message.role == "tool":
-            made["tool_call_id"] = waiting.take(message.tool_call_id, message.tool_name)
-            made["name"] = message.tool_name
+            name = message.tool_name or message.name
+            made |= {"tool_call_id": waiting.take(message.tool_call_id, name), "name": name}
         told.append(made)
     return told
 

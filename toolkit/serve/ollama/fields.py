@@ -77,6 +77,7 @@ class OllamaMessage(Strict):
     images: list[str] | None = Field(None, description="Each the file in base64")
     tool_calls: list[Call] | None = None
     tool_name: str | None = None
+    name: str | None = Field(None, description="Of tool_name, in clients of 2024")
     tool_call_id: str | None = None
 
 
