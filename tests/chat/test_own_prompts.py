@@ -26,6 +26,7 @@ TALKS = {"question": QUESTION, "conversation": [*ANSWERED, {"role": "user", "con
 # and what has none is a base model.
 FAMILIES: dict[str, tuple[str, str | None]] = {
     "afmoe": ("arcee-ai/Trinity-Mini", None),
+    "apertus": ("swiss-ai/Apertus-8B-Instruct-2509", None),
     "arcee": ("arcee-ai/AFM-4.5B", None),
     "axk1": ("skt/A.X-K1", None),
     "baichuan": ("baichuan-inc/Baichuan-7B", None),
