@@ -284,7 +284,7 @@ def test_a_head_beside_a_tied_embedding_under_a_family_s_own_name(tiny_models: A
     refused(path, "my_head.weight", "differs from gpt_neox.embed_in.weight")
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "AQLM", ""])
+@pytest.mark.parametrize("method", ["QuIP", "AQLM", ""])
 def test_unknown_quant_method_lists_the_known(model: Path, method: str) -> None:
     edit_config(model, quantization_config={"quant_method": method})
     refused(model, "quant_method", "awq", "gptq", "smooth_quant", method.lower())

@@ -144,6 +144,7 @@ OF_ONE: dict[tuple[str, str], Any] = {
     ("InputTokensRequest", "tools"): [PLAIN_TOOL],
     ("ResponsesRequest", "prompt"): {"id": "p"},
     ("CountRequest", "output_config"): {"effort": "low"},
+    ("CompletionRequest", "add_special_tokens"): False,
     ("ChatRequest", "stream"): None,
     ("OllamaGenerateRequest", "stream"): None,
     ("EmbedRequest", "truncate"): False,
@@ -219,7 +220,7 @@ class Template(Echo):
 def server(tmp_path_factory: Any, request: Any) -> Any:
     conftest = request.config.pluginmanager.get_plugin(str(request.path.parent / "conftest.py"))
     engine = conftest.FakeEngine(conftest.ByteTokenizer(tmp_path_factory.mktemp("model")))
-    engine.tokenizer.encode = lambda text, special=True, **_: [2] * special + list(text.encode())
+    engine.tokenizer.encode = lambda text, add_special_tokens=True: [2] * add_special_tokens + list(text.encode())
     engine.tokenizer.token_id = {"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}.get
     engine.asked, engine.plan.block_size = [], 64
     generate = engine.generate
