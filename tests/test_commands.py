@@ -189,6 +189,13 @@ def test_a_reader_that_leaves_is_no_failure() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("closed, shown", [(">&-", False), ("2>&-", True), ("<&- >&- 2>&-", False)])
+def test_streams_that_are_closed_lead_nowhere(closed: str, shown: bool) -> None:
+    command = ["bash", "-c", f"{sys.executable} -m toolkit list {closed}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, bool(done.stdout), done.stderr) == (0, shown, "")
+
+
 def test_another_pipe_that_breaks_is_one(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise BrokenPipeError(32, "Broken pipe")

@@ -20,6 +20,7 @@ def main() -> None:
     from toolkit.base import garbage
 
     garbage.look_seldom()
+    _open_closed()
     code = 1
     atexit.register(lambda: _leave(code))  # the last to run, as the first that is registered
     try:
@@ -39,6 +40,18 @@ def main() -> None:
             _leave(code)
         signal.signal(signal.SIGINT, lambda *_: _leave(code))
         raise
+
+
+def _open_closed() -> None:
+    """Streams that whoever started us has closed (``tool … >&-``) lead nowhere: else Python has none to write to, and
+    the next file that is opened takes the number, and what native code prints."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)
 
 
 def _interrupted() -> None:
