@@ -196,6 +196,12 @@ def test_streams_that_are_closed_lead_nowhere(closed: str, shown: bool) -> None:
     assert (done.returncode, bool(done.stdout), done.stderr) == (0, shown, "")
 
 
+def test_a_standard_input_that_is_closed_is_an_empty_one() -> None:
+    command = ["bash", "-c", f"{sys.executable} -m toolkit render --template chatml <&-"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "") and "standard input: expected JSON messages" in done.stderr
+
+
 @pytest.mark.parametrize("typed", [["--help"], ["list", "models"], ["inspect"]])
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_what_an_encoding_lacks_is_escaped(

@@ -45,13 +45,14 @@ def main() -> None:
 
 
 def _open_closed() -> None:
-    """Streams that whoever started us has closed (``tool … >&-``) lead nowhere: else Python has none to write to, and
-    the next file that is opened takes the number, and what native code prints."""
+    """Streams that whoever started us has closed (``tool … >&-``) lead nowhere: else Python has none to read or to
+    write, and the next file that is opened takes the number, and what native code prints."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)
 
