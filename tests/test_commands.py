@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,6 +187,35 @@ def test_a_reader_that_leaves_is_no_failure() -> None:
     command = f"set -o pipefail; {sys.executable} -m toolkit list --json - | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed, shown", [(">&-", False), ("2>&-", True), ("<&- >&- 2>&-", False)])
+def test_streams_that_are_closed_lead_nowhere(closed: str, shown: bool) -> None:
+    command = ["bash", "-c", f"{sys.executable} -m toolkit list {closed}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, bool(done.stdout), done.stderr) == (0, shown, "")
+
+
+def test_a_standard_input_that_is_closed_is_an_empty_one() -> None:
+    command = ["bash", "-c", f"{sys.executable} -m toolkit render --template chatml <&-"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "") and "standard input: expected JSON messages" in done.stderr
+
+
+@pytest.mark.parametrize("typed", [["--help"], ["list", "models"], ["inspect"]])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_an_encoding_lacks_is_escaped(
+    typed: list[str], encoding: str, tiny_models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As on a terminal whose locale is not UTF-8, and with a name that is no UTF-8."""
+    if typed == ["inspect"]:
+        name = tmp_path / os.fsdecode(b"m\xc3\xbcde\xff")
+        name.symlink_to(tiny_models("llama"))
+        typed = ["inspect", str(name)]
+    env = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-m", "toolkit", *typed], capture_output=True, env=env, timeout=120)
+    assert (done.returncode, done.stderr) == (0, b"") and len(done.stdout.splitlines()) > 10
+    assert "→" in done.stdout.decode(encoding) or encoding != "utf-8" or typed != ["--help"]
 
 
 def test_another_pipe_that_breaks_is_one(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """``python -m toolkit`` is ``tool``."""
 
 import atexit
+import io
 import os
 import signal
 import sys
@@ -20,6 +21,8 @@ def main() -> None:
     from toolkit.base import garbage
 
     garbage.look_seldom()
+    _open_closed()
+    _write_anything()
     code = 1
     atexit.register(lambda: _leave(code))  # the last to run, as the first that is registered
     try:
@@ -39,6 +42,27 @@ def main() -> None:
             _leave(code)
         signal.signal(signal.SIGINT, lambda *_: _leave(code))
         raise
+
+
+def _open_closed() -> None:
+    """Streams that whoever started us has closed (``tool … >&-``) lead nowhere: else Python has none to read or to
+    write, and the next file that is opened takes the number, and what native code prints."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)
+
+
+def _write_anything() -> None:
+    """What a stream's encoding lacks (an arrow, where it is Latin-1; a name that is no UTF-8) is written as an escape,
+    as Python itself has it on standard error alone."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _interrupted() -> None:

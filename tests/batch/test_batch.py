@@ -195,6 +195,8 @@ def test_somebody_elses_file_is_left_alone(pipe: Any, tmp_path: Path, text: str)
     assert target.read_text() == text
     with pytest.raises(UsageError, match="another file for the answers"):
         pipe.batch(source, source)
+    with pytest.raises(UsageError, match=r"^-: expected a file"):
+        pipe.batch(source, "-")
     assert json.loads(source.read_text()) == line("b")
 
 

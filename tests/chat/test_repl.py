@@ -251,9 +251,10 @@ def test_save_and_load(desk: Desk, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", '{"system": 3}', '{"messages": 3}', '{"messages": [{"role": "user"}]}', '{"settings": 3}',
-     '{"settings": {"top_p": 9}}', '{"settings": {"top_p": "x"}}', '{"settings": {"nonsense": 1}}',
-     '{"settings": {"do_sample": "yes"}}', '{"settings": {"stop": 3}}'],
+    ["", "[]", "{}", '{"model_type": "llama"}', '{"system": 3, "messages": []}', '{"messages": 3}',
+     '{"messages": [{"role": "user"}]}', '{"messages": [], "settings": 3}',
+     *('{"messages": [], "settings": {' + wrong + "}}" for wrong in
+       ('"top_p": 9', '"top_p": "x"', '"nonsense": 1', '"do_sample": "yes"', '"stop": 3'))],
 )  # fmt: skip
 def test_loading_rubbish_changes_nothing(desk: Desk, tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)

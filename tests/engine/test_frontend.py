@@ -20,9 +20,9 @@ from toolkit.engine.load.setup import Facts
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.engine.process.loop import ThreadLoop
-from toolkit.engine.request import EngineRequest
+from toolkit.engine.request import EngineOutput, EngineRequest
 from toolkit.engine.sampling_params import resolve
-from toolkit.engine.text.stream import Asked, Timings
+from toolkit.engine.text.stream import Asked, RequestStream, Timings
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
 
@@ -196,6 +196,17 @@ def test_eos_is_counted_but_neither_text_nor_token(open_engine: Any) -> None:
     assert (r.text, r.token_ids, r.stop_reason) == ("", [], 7)
     r = whole(engine, PROMPT, logit_bias={7: 100.0}, stop_token_ids=[7], include_stop_str_in_output=True)
     assert (r.text, r.token_ids) == ("h", [7])
+
+
+@pytest.mark.parametrize("word, tokens, right", [("a", 1, 1), ("b", 2, 2), ("d", 4, 4), ("e", 5, 4), ("x", 5, 4)])
+def test_guesses_behind_a_stop_word_do_not_count_as_accepted(word: str, tokens: int, right: int) -> None:
+    """A step that verified six guesses drew five tokens: four that were guessed, and its own."""
+    tokenizer: Any = LetterTokenizer()
+    stream = RequestStream("a", PROMPT, GenerationConfig(stop_words=[word]), tokenizer, lambda: None)
+    stream.deliver(EngineOutput("a", [0, 1, 2, 3, 4], guessed=6, guessed_right=4))
+    r = stream.poll()
+    assert r is not None
+    assert (r.generate_token_len, r.accepted_tokens, r.rejected_tokens) == (tokens, right, 6 - right)
 
 
 def test_a_stop_word_that_is_a_special_token_stops_by_its_id(open_engine: Any) -> None:

@@ -267,6 +267,7 @@ class TestBothRoutes:
     def test_wrong_method(self, server: Any, path: str, good: dict) -> None:
         status, data = send(server, path, None, "GET")
         assert status == 405 and data["error"]["code"] == "method_not_allowed"
+        assert data["error"]["message"] == f"{path}: expected POST, found GET"
 
 
 def test_hints_within_options_and_empty_session_ids(server: Any) -> None:

@@ -32,6 +32,7 @@ from toolkit.serve.fleet.fleet import LOOK_S, Fleet
 from toolkit.serve.fleet.unloaded import shown
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.options import ProxySettings, ServerSettings
+from toolkit.serve.run import serve
 
 COMMAND = [sys.executable, "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
 
@@ -531,6 +532,13 @@ def test_lists_that_cannot_be(tmp_path: Path, models: list[str], aliases: list[s
     model(tmp_path / "other" / "one")
     with pytest.raises(UsageError, match=says):
         listed([str(tmp_path / m) for m in models], None, aliases)
+
+
+@pytest.mark.parametrize("alias", ["x=two", "one", "one=one", "=one"])
+def test_other_names_of_one_model_that_cannot_be(tiny_models: Any, alias: str) -> None:
+    settings = ServerSettings(server_port=0, model_name="one", alias=[alias])
+    with pytest.raises(UsageError, match=f"^--alias {alias}: "):
+        serve(str(tiny_models("llama")), settings, progress=lambda line: None, ready=lambda url, engine: None)
 
 
 @pytest.mark.parametrize(

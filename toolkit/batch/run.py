@@ -91,6 +91,8 @@ def open_files(
     Raises UsageError, ToolkitError."""
     filler = Filler(filling)
     path = Path(target)
+    if str(target) == "-":
+        raise UsageError("-: expected a file for the answers, which a run that was ended goes on from")
     bounds = Bounds(limits)
     source = open_source(given, filling, bounds)
     if path.exists() and isinstance(given, (str, Path)) and os.path.samefile(given, path):

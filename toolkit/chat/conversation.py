@@ -82,6 +82,8 @@ class Conversation:
         """Replace messages, system text and settings by those of a file; what was shown is forgotten. Raises
         ToolkitError; nothing changes then."""
         data = read_json_object(file)
+        if "messages" not in data:
+            raise ToolkitError(f"{file}: not a saved conversation: expected messages, found none")
         system, turns, given = data.get("system"), data.get("messages"), data.get("settings", {})
         if system is not None and not isinstance(system, str):
             raise ToolkitError(f"{file}: system: expected text, found {type(system).__name__}")

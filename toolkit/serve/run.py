@@ -9,7 +9,7 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -305,6 +305,7 @@ def app_of(
     name = settings.model_name or engine.model_name
     if name in engine.adapters.names:
         raise UsageError(f"--adapters: expected names other than the model's, found {name!r}")
+    _check_aliases(settings.alias, name, engine.adapters.names)
     own = replace(settings, model_name=name, adapters=engine.adapters.names)
     others = ChatTemplate.of_adapters(engine.adapters.names, engine.tokenizer, directory, picture)
     for one in (template, *others.values()):
@@ -312,6 +313,16 @@ def app_of(
     if (forgery := template.forgery) is not None:
         logger.warning("chat template (%s): %s", template.note, forgery)
     return create_app(engine, template, own, keys, others, files)
+
+
+def _check_aliases(aliases: Sequence[str], name: str, adapters: Sequence[str]) -> None:
+    """Raise UsageError for other names of the one model, called ``name``, that cannot be."""
+    for entry in aliases:
+        other, equals, meant = entry.partition("=")
+        if not other or (equals and meant != name):
+            raise UsageError(f"--alias {entry}: expected OTHER={name}")
+        if other in (name, *adapters):
+            raise UsageError(f"--alias {entry}: {other} is the name of a model or adapter already")
 
 
 def _announcement(settings: ServerSettings) -> Announcement | None:

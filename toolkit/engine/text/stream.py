@@ -172,9 +172,16 @@ class RequestStream:
             if output.logprobs:
                 delta.logprobs = [*(delta.logprobs or ()), output.logprobs[i]]
             if self._show(self._detokenizer.add_one(token), delta, text):
+                self._drop_guesses(len(output.token_ids) - 1 - i)
                 return
         if output.finish_reason is not None:
             self._finish(output, delta, text)
+
+    def _drop_guesses(self, dropped: int) -> None:
+        """A stop word left out a step's last ``dropped`` tokens, all of which are guesses but the last."""
+        right, wrong = self._guessed
+        lost = min(right, max(0, dropped - 1))
+        self._guessed = right - lost, wrong + lost
 
     def _show(self, new: str, delta: Response, text: list[str]) -> bool:
         """Append text as far as it may be shown; True if a stop word ended the answer."""

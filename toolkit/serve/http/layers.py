@@ -77,7 +77,10 @@ async def _error_reply(request: Request, error: Exception) -> HttpResponse:
 async def _http_error_reply(request: Request, error: HTTPException) -> HttpResponse:
     """Unknown routes and methods, in the envelope."""
     message = str(error.detail)
-    if error.status_code in (404, 405):
+    allowed = (error.headers or {}).get("Allow", "")
+    if error.status_code == 405 and allowed:
+        message = f"{request.url.path:.200}: expected {allowed.replace(', ', ' or ')}, found {request.method}"
+    elif error.status_code in (404, 405):
         message = f"{request.method} {request.url.path:.200}: no such route; the API lives under /v1"
     code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code)
     told = ApiError(error.status_code, message, code=code)
