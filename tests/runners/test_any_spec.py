@@ -94,7 +94,7 @@ NOT_VARIED = {"slopes", "kind", "family", "vocab_size", "max_position", "embed",
 NOT_VARIED |= {"float16", "doubled"}  # they decide something as a model is opened: no executor reads them
 NOT_VARIED |= {"spread"}  # parts of models have it: tests/parallel/test_families.py
 # of texts that are read whole: tests/families/test_encoders.py
-NOT_VARIED |= {"mutual", "carries", "writes", "types", "type_rows"}
+NOT_VARIED |= {"mutual", "carries", "writes", "types", "type_rows", "position_bias"}
 NOT_VARIED |= {"sink_tokens"}  # where a user asks for it: tests/native/test_streaming.py
 NOT_VARIED |= {"own"}  # the engine says each token's length: tests/pipeline/test_dynamic_rope.py
 NOT_VARIED |= {"outside", "newest"}  # of a model that drafts beside another: tests/engine/test_assistant.py
