@@ -94,8 +94,8 @@ def bias_rows(bias: PositionBias, table: Tensor) -> Tensor:
 
 def by_distance(rows: Tensor, length: int) -> Tensor:
     """Of ``bias_rows`` what a text of ``length`` tokens needs: [heads, queries, keys]."""
-    at = torch.arange(length, device=rows.device)
-    return rows[:, at - at[:, None] + rows.shape[1] // 2]
+    middle = rows.shape[1] // 2
+    return rows[:, middle + 1 - length : middle + length].unfold(1, length, 1).flip(1)
 
 
 def _read(cache: LayerCache, side: str, slots: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
