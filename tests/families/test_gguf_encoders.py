@@ -161,11 +161,13 @@ def test_other_names_of_the_tokens_around_a_text(names: tuple[str, str], tiny_mo
     [
         ("tokenizer.ggml.cls_token_id", None, "cls_token_id: expected a token id below [0-9]+, found 101"),
         ("tokenizer.ggml.unknown_token_id", 4000, "unknown_token_id: expected a token id below [0-9]+, found 4000"),
+        ("tokenizer.ggml.cls_token_id", 7, "expected tokens like .CLS. and .SEP. around a text, found '[$]A'"),
         ("tokenizer.ggml.model", "t5", "expected gpt2, llama, gemma4 or bert, found 't5'"),
         ("bert.pooling_type", "mean", "pooling_type: expected a whole number, found 'mean'"),
     ],
 )
 def test_a_bad_file_is_told(key: str, value: Any, told: str, tiny_models: Any, tmp_path: Path) -> None:
-    file = written(tiny_models("bert"), tmp_path / "m.gguf", **{key: value})
+    vocabulary = [*words()[:7], "$A", *words()[8:]]
+    file = written(tiny_models("bert"), tmp_path / "m.gguf", vocabulary=vocabulary, **{key: value})
     with pytest.raises(ToolkitError, match=told):
         _ = open_checkpoint(file).tokenizer_dir

@@ -44,7 +44,7 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     elif kind == GEMMA:
         built = _gemma(path, metadata, tokens)
     elif kind == WORDPIECE:
-        built = wordpiece(path, metadata, tokens)
+        built = wordpiece(path, metadata)
     else:
         expected = f"gpt2, llama, {GEMMA} or {WORDPIECE}"
         raise ToolkitError(f"{path}: tokenizer.ggml.model: expected {expected}, found {kind!r:.40}")
@@ -204,7 +204,7 @@ def tokenizer_config(path: Path, metadata: Mapping[str, Any], context_length: in
     """``tokenizer_config.json`` to go with ``build_tokenizer``."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context_length}
-    if metadata["tokenizer.ggml.model"] == WORDPIECE:
+    if metadata["tokenizer.ggml.model"] == WORDPIECE:  # tokens around a text stand in tokenizer.json
         return config | special_tokens(path, metadata)
     config |= {
         "add_bos_token": adds_bos(metadata),
