@@ -46,7 +46,8 @@ class LayerSource:
         for item in stored:
             place = layer_of.get(item.parts[0].name)
             (self.outer if place is None else self.stored[place]).append(item)
-        self.shared = [item for item in self.outer if item.parts[0].name in self.spec.common()]
+        common = self.spec.common()
+        self.shared = [item for item in self.outer if item.parts[0].name in common]
 
     @property
     def path(self) -> Path:
