@@ -178,6 +178,8 @@ struct AttnParams {
     const int32_t* from = nullptr;
     float rounded = 0.0f;
     int32_t both = 0;
+    // In place of ALiBi; null = none. Row r's score of token t is raised by bias[from[r] + t], before it is scaled.
+    const float* bias = nullptr;
 };
 
 // Causal convolution of channels over one sequence's tokens: out[t] = sum of w[k] * x[t - kernel + 1 + k] + bias, then silu

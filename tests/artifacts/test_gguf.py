@@ -504,7 +504,7 @@ def test_metadata_at_odds_with_the_tensors(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("tokenizer.ggml.model", "bert"),
+        ("tokenizer.ggml.model", "rwkv"),
         ("tokenizer.ggml.pre", "martian"),
         ("tokenizer.ggml.tokens", None),
         ("tokenizer.ggml.tokens", 3),

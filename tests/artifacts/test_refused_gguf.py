@@ -121,7 +121,7 @@ DISAGREE = "config.json and weights disagree"
     [
         (key(f"{T}.tokens", 5), f"{T}.tokens: expected a list of texts, found 5"),
         (key(f"{T}.tokens", None), f"{T}.tokens is missing: the file has no tokenizer"),
-        (key(f"{T}.model", "bert"), f"{T}.model: expected gpt2, llama or gemma4, found 'bert'"),
+        (key(f"{T}.model", "rwkv"), f"{T}.model: expected gpt2, llama, gemma4 or bert, found 'rwkv'"),
         (key(f"{T}.model", "llama"), f"{T}.scores: expected 320 entries, found nothing"),
         (key(f"{T}.token_type", [1, 1]), f"{T}.token_type: expected 320 entries, found 2"),
         (key(f"{T}.token_type", None), f"{T}.token_type: expected 320 entries, found nothing"),

@@ -33,7 +33,8 @@ BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)
 ENCODERS = [name for name in names() if get(name).encodes]
 SHAPES = [(name, shape) for name in ENCODERS for shape in range(len(get(name).tiny))]
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}  # states have a spread of about 1
-ONE_OF_EACH = ("bert", "modernbert", "jina_bert")
+ONE_OF_EACH = ("bert", "modernbert", "jina_bert", "mpnet")
+BEHIND_PADDING = {"mpnet": 2}  # rows of positions before that of a text's first token
 
 
 def texts(*lengths: int) -> list[list[int]]:
@@ -119,10 +120,10 @@ def test_the_second_text_of_a_pair_has_a_type_of_its_own(
 
 
 @pytest.mark.skipif(len(BACKENDS) == 1, reason="the native library is not built")
-@pytest.mark.parametrize("family", ["bert", "modernbert", "jina_bert"])
+@pytest.mark.parametrize("family", ONE_OF_EACH)
 def test_native_bits_depend_on_nothing_but_the_text(family: str, tiny_models: Any, support: Any) -> None:
     """Alone, beside others, on another number of threads, in steps of several chunks of 512, and longer than one."""
-    path = tiny_models(family, max_position_embeddings=2048)
+    path = tiny_models(family, max_position_embeddings=2048 + BEHIND_PADDING.get(family, 0))
     one, *others = texts(700, 300, 2, 450, 33, 512)
     alone = states_of(opened(path, "turbomind", support, blocks=256), [one])
     beside = states_of(opened(path, "turbomind", support, threads=2, blocks=256), [*others, one])[-len(one) :]
@@ -156,7 +157,7 @@ def test_vectors_from_checkpoint_and_artifact(
     family: str, backend: str, tiny_models: Any, support: Any, tmp_path: Path
 ) -> None:
     """Texts up to the longest that the model reads, which are longer than a step's budget."""
-    path = tiny_models(family, shape=0)
+    path = tiny_models(family, max_position_embeddings=512 + BEHIND_PADDING.get(family, 0))
     states, parts = reference(path, support), texts(1, 60, 512)
     convert(
         str(path), str(tmp_path / "e"), Packing(target="cpu" if backend == "turbomind" else "torch", dtype="float32")
@@ -175,10 +176,10 @@ def test_vectors_from_checkpoint_and_artifact(
             assert "writes none" in (pipe("hello").error_message or "")
 
 
-@pytest.mark.parametrize("method", ["int8", "awq"])
-def test_rounded_weights_stay_near(method: str, tiny_models: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family, method", [("bert", "int8"), ("bert", "awq"), ("mpnet", "awq")])
+def test_rounded_weights_stay_near(family: str, method: str, tiny_models: Any, tmp_path: Path) -> None:
     """The measure that `lite` gives is the cosine of vectors, and the rounded model runs and is about as near."""
-    path = tiny_models("bert", num_hidden_layers=2)
+    path = tiny_models(family, num_hidden_layers=2)
     (tmp_path / "texts.txt").write_text("Ships land in a harbour, and hills have no water. " * 200)
     common = Common(calib_dataset=str(tmp_path / "texts.txt"), calib_samples=8, calib_seqlen=64, eval_tokens=512)
     with pytest.raises(UsageError, match="reads texts and writes none"):
@@ -259,7 +260,7 @@ def test_other_poolings_are_named(change: dict[str, Any], told: str, tiny_models
 
 
 @pytest.mark.parametrize(
-    "family", ["bert", "roberta", "modernbert", "gte", "nomic_bert", "eurobert", "distilbert", "electra"]
+    "family", ["bert", "roberta", "modernbert", "gte", "nomic_bert", "eurobert", "distilbert", "electra", "mpnet"]
 )
 @pytest.mark.parametrize("labels", [1, 3])
 def test_scores_are_transformers(family: str, labels: int, tiny_models: Any, tmp_path: Path) -> None:
@@ -311,6 +312,17 @@ def test_heads_of_training_are_no_part_of_the_model(family: str, kind: str, tiny
     _, stored = load_spec(checkpoint)
     assert left_out(checkpoint, stored) == ""
     assert canonical_weights(checkpoint, stored)
+
+
+@pytest.mark.parametrize(
+    "field, value, told", [("relative_attention_num_buckets", 64, "32"), ("max_position_embeddings", 2, "more than 2")]
+)
+def test_an_mpnet_that_transformers_computes_otherwise_or_not_is_refused(field: str, value: int, told: str) -> None:
+    config = {"architectures": ["MPNetModel"], "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": 40}
+    build(config)
+    with pytest.raises(ToolkitError, match=f"{field}: found {value}, expected {told}"):
+        build({**config, field: value})
 
 
 def test_electra_small_is_refused() -> None:

@@ -8,10 +8,10 @@ import torch
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.positions import alibi_slopes, to_bfloat16
+from toolkit.models.positions import alibi_slopes, bias_buckets, to_bfloat16
 from toolkit.models.registry import build
 from toolkit.models.rope import inv_freq, query_scale
-from toolkit.models.spec import QueryScale
+from toolkit.models.spec import PositionBias, QueryScale
 
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
@@ -188,6 +188,15 @@ def test_slopes_of_alibi_where_heads_are_a_power_of_two_and_where_not():
     assert alibi_slopes(8) == tuple(2.0**-i for i in range(1, 9))
     assert alibi_slopes(6) == tuple(2.0**-i for i in (2, 4, 6, 8, 1, 3))
     assert len(alibi_slopes(40)) == 40 and alibi_slopes(40)[31] == 2.0**-8  # Baichuan-13B
+
+
+@pytest.mark.parametrize("buckets, distance", [(32, 128), (16, 64), (64, 200)])
+def test_buckets_of_position_biases_are_transformers(buckets, distance):
+    from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+
+    apart = torch.arange(-599, 600)
+    wanted = MPNetEncoder.relative_position_bucket(apart, num_buckets=buckets, max_distance=distance)
+    assert bias_buckets(PositionBias("table", 600, buckets, distance)) == wanted.tolist()
 
 
 def test_bfloat16_is_torch_s():

@@ -99,7 +99,7 @@ NOT_VARIED |= {"float16", "doubled"}  # they decide something as a model is open
 NOT_VARIED |= {"mute"}  # the engine refuses what such models would write
 NOT_VARIED |= {"spread"}  # parts of models have it: tests/parallel/test_families.py
 # of texts that are read whole: tests/families/test_encoders.py
-NOT_VARIED |= {"mutual", "carries", "writes", "types", "type_rows"}
+NOT_VARIED |= {"mutual", "carries", "writes", "types", "type_rows", "position_bias"}
 NOT_VARIED |= {"sink_tokens"}  # where a user asks for it: tests/native/test_streaming.py
 NOT_VARIED |= {"own"}  # the engine says each token's length: tests/pipeline/test_dynamic_rope.py
 NOT_VARIED |= {"outside", "newest"}  # of a model that drafts beside another: tests/engine/test_assistant.py

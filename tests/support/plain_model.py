@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.models.positions import bias_buckets
 from toolkit.models.rope import inv_freq, query_scale
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
@@ -94,6 +95,9 @@ def _attention(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     if a.mutual and a.alibi is not None:
         far = torch.tensor(a.alibi.slopes).double()[:, None, None] * age.abs()
         scores = scores - a.alibi.scale * (far + risen[:, None])  # in place of what was added
+    if (bias := a.position_bias) is not None:
+        bucket = torch.tensor(bias_buckets(bias))[bias.length - 1 - age]
+        scores = scores + w[bias.name].view(bias.buckets, a.heads).double()[bucket].permute(2, 0, 1)
     reach = torch.full((len(x),), len(x) if a.window is None else a.window)
     reach = torch.arange(len(x)) % a.window + 1 if a.chunked else reach
     full = a.sink_tokens and a.sink_tokens + a.window

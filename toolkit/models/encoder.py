@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, assemble, attention, gated_mlp, layer_norm, plain_mlp
+from toolkit.models.gguf import BLOCK, Metadata, without
 from toolkit.models.spec import (
     Activation,
     AttentionSpec,
@@ -27,6 +28,17 @@ NO_GGUF = "encoders are not read from GGUF files yet, nor written to them"
 EMBED_NORM = "model.embed_norm"
 TYPES = "model.token_types"
 POSITIONS = "model.positions"
+GGUF_TOP = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": EMBED_NORM,
+    "token_types": TYPES,
+    "position_embd": POSITIONS,
+}
+GGUF_BLOCK = {
+    **without(BLOCK, "attn_norm", "ffn_norm"),
+    "attn_output_norm": "post_attention_layernorm",
+    "layer_output_norm": "post_mlp_layernorm",
+}
 
 
 def encoder(
@@ -109,6 +121,11 @@ def types_of(config: Fields, default: int = 2) -> dict[str, Any]:
     """Of ``EncoderSpec`` what a config's ``type_vocab_size`` says; 0 = no types."""
     rows = config.integer("type_vocab_size", default=default, low=0, high=1024)
     return {"types": TYPES, "type_rows": rows} if rows else {}
+
+
+def gguf_types(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The field of ``types_of`` in a GGUF file's config."""
+    return {"type_vocab_size": file.rows("token_types.weight")}
 
 
 def renamed_within(names: dict[str, str], layers: str = "encoder.layer.") -> Callable[[str], str]:

@@ -1,12 +1,14 @@
-"""Positions beyond rope: slopes of ALiBi (Press et al., "Train Short, Test Long", 2022), queries that grow."""
+"""Positions beyond rope: slopes of ALiBi (Press et al., "Train Short, Test Long", 2022), buckets of T5, queries that
+grow."""
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import replace
 
 from toolkit.errors import UsageError
-from toolkit.models.spec import DecoderSpec, QueryScale, RopeSpec
+from toolkit.models.spec import DecoderSpec, PositionBias, QueryScale, RopeSpec
 from toolkit.models.spec.decoder import Mixer
 
 
@@ -17,6 +19,21 @@ def alibi_slopes(heads: int, most: float = 8.0) -> tuple[float, ...]:
     found = [2.0 ** (-most * i / power) for i in range(1, power + 1)]
     found += [2.0 ** (-most * i / (2 * power)) for i in range(1, 2 * power, 2)]
     return tuple(found[:heads])
+
+
+def bias_buckets(bias: PositionBias) -> list[int]:
+    """The bucket of a key at k for a query at p, for k − p from 1 − length to length − 1."""
+    half = bias.buckets // 2
+    exact = half // 2
+
+    def of(far: int) -> int:
+        if far < exact:
+            return far
+        grown = math.log(far / exact) / math.log(bias.distance / exact) * (half - exact)
+        return min(exact + int(grown + 1e-6), half - 1)  # a whole number may come out as slightly less
+
+    ahead = [of(far) for far in range(bias.length)]
+    return [*ahead[:0:-1], *ahead[:1], *(half + bucket for bucket in ahead[1:])]
 
 
 def to_bfloat16(x: float) -> float:

@@ -124,6 +124,7 @@ def stored_tensors(
         found += [_whole(name, rename, "vector", shape) for name, shape in shapes.items()]
         first = spec.encoder.norm
         found += [_norm(first, rename)] if first is not None and first.weight else []
+    found += [_whole(name, rename, "vector", shape) for name, shape in spec.common().items()]
     if (table := spec.per_layer) is not None:
         tables = spec.tables().items()
         found += [_whole(name, rename, "embed" if name == table.embed else "router", size) for name, size in tables]

@@ -24,8 +24,8 @@ _OTHER_NAMES = {"smooth_quant": "w8a8"}
 @dataclass(frozen=True)
 class Coverage:
     """Of one family. ``native``: None where the native runner has it, else why pytorch's stands in. ``no_method``: the
-    methods of `lite` that refuse it. ``gguf``: the architecture as which it is written, or None and ``no_gguf``, why.
-    ``formats``: what its weights are read from."""
+    methods of `lite` that refuse it. ``gguf``: the architecture as which it is read and, but for encoders, written, or
+    None and ``no_gguf``, why. ``formats``: what its weights are read from."""
 
     family: Family
     native: str | None

@@ -84,8 +84,12 @@ TK_INLINE float weigh(const AttnParams& p, Seen<WHOLE> seen, float top, float* s
     return hsum(total);
 }
 
-// What ALiBi adds to the scores of one row.
+// What ALiBi, or a bias by position, adds to the scores of one row.
 void raise(const AttnParams& p, int64_t r, int first, int end, float* s) {
+    if (p.bias) {
+        for (int c = first; c < end; c++) fstore(s + c * 16, fadd(fload(s + c * 16), fload(p.bias + p.from[r] + c * 16)));
+        return;
+    }
     static const float lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int c = first; c < end; c++) {
         float v[16];
@@ -102,7 +106,7 @@ void softmax_rows(const AttnParams& p, int64_t rows, const int32_t* lo, const in
     auto whole = [&](int64_t r) { return lo[r] == 0 && hi[r] == KV_TILE; };
     for (int64_t r = 0; r < rows; r++) {
         float* row = s + r * KV_TILE;
-        if (p.slope && hi[r] > lo[r]) raise(p, r, lo[r] / 16, (hi[r] + 15) / 16, row);
+        if ((p.slope || p.bias) && hi[r] > lo[r]) raise(p, r, lo[r] / 16, (hi[r] + 15) / 16, row);
         if (whole(r)) out.m[r] = top_score(p, Seen<true>{0, KV_TILE}, row);
         else out.m[r] = hi[r] > lo[r] ? top_score(p, Seen<false>{lo[r], hi[r]}, row) : MASKED;
     }

@@ -281,7 +281,8 @@ def _head_rows(path: Path, source: str, info: TensorInfo, heads: int) -> NDArray
 
 
 def _no_place(path: Path, name: str, gguf: Gguf) -> ToolkitError:
-    return ToolkitError(f"{path}: tensor {name!r:.80} has no place in {gguf.family}")
+    advice = "; give the safetensors checkpoint of a classifier" if name.startswith("cls.") else ""
+    return ToolkitError(f"{path}: tensor {name!r:.80} has no place in {gguf.family}{advice}")
 
 
 def turns_neighbours(stored: Iterable[StoredTensor]) -> bool:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 SHARED = (
     "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "max_position_embeddings",
 )  # fmt: skip
+POOLING = "pooling_config.json"
+_POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}  # by llama.cpp's numbers
 _PADDING = "tokenizer.ggml.padding_token_id"
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -146,8 +148,15 @@ class GgufFile:
         write_tokenizer(self.container.path, self.container.metadata, context, target)
         write_json_object(target / "config.json", self.config)
         write_json_object(target / "generation_config.json", self.generation_config)
+        if (pooling := _pooling(self.container.metadata)) is not None:
+            write_json_object(target / POOLING, {"pooling_mode": pooling})
         if self.eyes is not None:
             write_json_object(target / "preprocessor_config.json", self.eyes.preprocessor)
+
+
+def _pooling(metadata: Mapping[str, Any]) -> str | None:
+    """What a file says of how a vector is made of a text, in sentence-transformers' words; None: nothing."""
+    return _POOLINGS.get(metadata.get(f"{metadata['general.architecture']}.pooling_type", 0))
 
 
 def _data_start(container: GgufContainer) -> int:

@@ -105,7 +105,7 @@ def hf_config(
         "intermediate_size": number("feed_forward_length") if read.states("feed_forward_length") else hidden,
         "num_hidden_layers": layers,
         **({FURTHER: further} if further else {}),
-        **({"is_causal": False} if read.value("attention.causal") is False else {}),
+        **({"is_causal": False} if read.value("attention.causal") is False and not family.encodes else {}),
         "num_attention_heads": heads,
         "num_key_value_heads": number(KV_HEADS) if attends and read.has(KV_HEADS) else heads,
         "head_dim": head_dim,

@@ -48,6 +48,7 @@ _ENDINGS = {
     ".rope.scaling.type": _TEXT,
     ".attention.sliding_window": _WHOLE,
     ".expert_gating_func": _WHOLE,
+    ".pooling_type": _WHOLE,
     ".embedding_length": _WHOLE,
 }
 

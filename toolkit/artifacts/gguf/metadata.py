@@ -89,7 +89,10 @@ def spelling(spec: DecoderSpec) -> Gguf | str:
     """Of its language model, or why there is none."""
     found = get(spec.family).gguf
     if spec.encodes and isinstance(found, Gguf):
-        return "encoders are not written to GGUF files yet, and this model's tokens see each other (is_causal)"
+        reads = get(spec.family).encodes
+        return "encoders are not written to GGUF files yet" + (
+            "" if reads else ", and this model's tokens see each other (is_causal)"
+        )
     if isinstance(found, Mmproj):
         assert spec.vision is not None
         found = found.text or get(spec.vision.language).gguf

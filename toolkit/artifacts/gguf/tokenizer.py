@@ -11,6 +11,7 @@ import numpy as np
 
 from toolkit.artifacts.gguf.keys import NEVER, TEMPLATE
 from toolkit.artifacts.gguf.pre_tokenizers import BY_NAME, COMPOSED, WHOLE_PIECES, build_cuts
+from toolkit.artifacts.gguf.wordpiece import WORDPIECE, special_tokens, wordpiece
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.text.tokenizer_pieces import CONTROL, SPACE, USER_DEFINED, merges_by_score
 from toolkit.errors import ToolkitError
@@ -42,10 +43,14 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
         built = _sentencepiece(path, metadata, tokens)
     elif kind == GEMMA:
         built = _gemma(path, metadata, tokens)
+    elif kind == WORDPIECE:
+        built = wordpiece(path, metadata)
     else:
-        raise ToolkitError(f"{path}: tokenizer.ggml.model: expected gpt2, llama or {GEMMA}, found {kind!r:.40}")
+        expected = f"gpt2, llama, {GEMMA} or {WORDPIECE}"
+        raise ToolkitError(f"{path}: tokenizer.ggml.model: expected {expected}, found {kind!r:.40}")
     _add_tokens(path, built, metadata, tokens)
-    _add_ends(path, built, metadata, tokens)
+    if kind != WORDPIECE:
+        _add_ends(path, built, metadata, tokens)
     return built
 
 
@@ -198,9 +203,10 @@ def _token_id(path: Path, metadata: Mapping[str, Any], name: str, vocab: int) ->
 def tokenizer_config(path: Path, metadata: Mapping[str, Any], context_length: int) -> dict[str, Any]:
     """``tokenizer_config.json`` to go with ``build_tokenizer``."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context_length,
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context_length}
+    if metadata["tokenizer.ggml.model"] == WORDPIECE:  # tokens around a text stand in tokenizer.json
+        return config | special_tokens(path, metadata)
+    config |= {
         "add_bos_token": adds_bos(metadata),
         "add_eos_token": adds_eos(metadata),
         "clean_up_tokenization_spaces": False,

@@ -7,15 +7,18 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
 from toolkit.models.encoder import (
     EMBED_NORM,
-    NO_GGUF,
+    GGUF_BLOCK,
+    GGUF_TOP,
     POSITIONS,
     TYPES,
     encoder,
     encoder_dims,
+    gguf_types,
     renamed_within,
     types_of,
 )
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import Gguf, without
 from toolkit.models.spec import EncoderSpec
 
 NAMES = {
@@ -67,7 +70,15 @@ FAMILY = Family(
     ("BertModel", "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification"),
     build,
     (Tiny(dict(type_vocab_size=2)),),
-    NO_GGUF,
+    Gguf(
+        "bert",
+        "bert",
+        without(GGUF_BLOCK, "ffn_gate"),
+        eps="layer_norm_eps",
+        fields={"hidden_act": "gelu", "position_embedding_type": "absolute"},
+        read=gguf_types,
+        top=GGUF_TOP,
+    ),
     spellings=spelled("bert"),
     encodes=True,
     classifier=lambda config: pooled_classifier(config, "bert."),

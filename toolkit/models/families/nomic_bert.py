@@ -7,8 +7,19 @@ from toolkit.models.classifier import pooled_classifier
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built
-from toolkit.models.encoder import EMBED_NORM, NO_GGUF, TYPES, encoder, encoder_dims, renamed_within, types_of
+from toolkit.models.encoder import (
+    EMBED_NORM,
+    GGUF_BLOCK,
+    GGUF_TOP,
+    TYPES,
+    encoder,
+    encoder_dims,
+    gguf_types,
+    renamed_within,
+    types_of,
+)
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import QKV, Gguf, without
 from toolkit.models.spec import EncoderSpec
 from toolkit.models.stored import fused_qkv
 
@@ -65,7 +76,16 @@ FAMILY = Family(
     ("NomicBertModel", "NomicBertForMaskedLM", "NomicBertForSequenceClassification"),
     build,
     (Tiny(dict(type_vocab_size=2)),),
-    NO_GGUF,
+    Gguf(
+        "nomic-bert",
+        "nomic_bert",
+        without(GGUF_BLOCK, "attn_q", "attn_k", "attn_v"),
+        joined=QKV,
+        eps="layer_norm_eps",
+        fields={"hidden_act": "silu"},
+        read=gguf_types,
+        top=without(GGUF_TOP, "position_embd"),
+    ),
     spellings=tuple((part, f"bert.{part}", f"nomic_bert.{part}") for part in ("embeddings.", "encoder.", "emb_ln")),
     encodes=True,
     classifier=lambda config: pooled_classifier(config, "nomic_bert.", "bert."),

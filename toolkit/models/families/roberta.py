@@ -16,7 +16,7 @@ def build(config: Fields) -> Built:
     return learned_positions(config, 1 + config.integer("pad_token_id", default=1, low=-1, high=1000))
 
 
-def _classifier(config: Fields) -> TextHead:
+def classifier(config: Fields) -> TextHead:
     layers = (HeadLayer("classifier.dense", activation="tanh"), HeadLayer("classifier.out_proj"))
     return classifier_head(config, "cls", *layers)
 
@@ -31,5 +31,5 @@ FAMILY = Family(
     NO_GGUF,
     spellings=spelled("roberta"),
     encodes=True,
-    classifier=_classifier,
+    classifier=classifier,
 )

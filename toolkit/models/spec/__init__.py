@@ -25,7 +25,16 @@ from toolkit.models.spec.mixer import Rotary
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.moe import Apart, MoeSpec
 from toolkit.models.spec.mtp import MtpSpec
-from toolkit.models.spec.parts import Activation, AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec, Spread
+from toolkit.models.spec.parts import (
+    Activation,
+    AlibiSpec,
+    LinearSpec,
+    NormSpec,
+    PositionBias,
+    QueryScale,
+    RopeSpec,
+    Spread,
+)
 from toolkit.models.spec.per_layer import PerLayerSpec, PerLayerTable
 from toolkit.models.spec.reuse import ReuseSpec
 from toolkit.models.spec.share import Cut, Share, Unit, Units, portion
@@ -66,6 +75,7 @@ __all__ = [
     "PerLayerSpec",
     "PerLayerTable",
     "Pooling",
+    "PositionBias",
     "QueryScale",
     "ReuseSpec",
     "RopeSpec",

@@ -10,7 +10,7 @@ from toolkit.base.record import later
 from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import Paged
 from toolkit.models.spec.mixer import MixerSpec, Rotary
-from toolkit.models.spec.parts import AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec, Spread
+from toolkit.models.spec.parts import AlibiSpec, LinearSpec, NormSpec, PositionBias, QueryScale, RopeSpec, Spread
 from toolkit.models.spec.share import Cut, Share, Unit, by, cut_linears, own_heads, unfit
 
 
@@ -26,7 +26,8 @@ class AttentionSpec(MixerSpec):
     sigmoid(gate(x)) before ``o`` reads it (Qwen3-Next). ``block`` b: position p sees the other keys of its own b
     positions too, which begin at a multiple of b, those behind it included (SDAR).
     ``mutual``: p sees every key of the text, with a ``window`` w those in (p - w, p + w); ``alibi`` then
-    lowers scores by the distance on both sides (BERT, ModernBERT, jina v2).
+    lowers scores by the distance on both sides (BERT, ModernBERT, jina v2). ``position_bias``: of such texts
+    alone (MPNet).
     ``sink_tokens`` s: beside a window w of (p - w, p], where p is s + w or more, the first s positions are seen, as by
     a query at s + w - 1: as if they stood right before the window; below, p sees all (StreamingLLM).
     ``strict``: tokens of a picture see none behind them here, whatever ``VisionSpec.mutual`` says.
@@ -61,6 +62,7 @@ class AttentionSpec(MixerSpec):
     v_norm: NormSpec | None = later(None)
     o_norm: NormSpec | None = later(None)
     strict: bool = later(False)
+    position_bias: PositionBias | None = later(None)
     kind: Literal["attention"] = "attention"
 
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -78,6 +80,10 @@ class AttentionSpec(MixerSpec):
 
     def vectors(self) -> dict[str, int]:
         return {} if self.sinks is None else {self.sinks: self.heads}
+
+    def common(self) -> dict[str, tuple[int, ...]]:
+        bias = self.position_bias
+        return {} if bias is None else {bias.name: (bias.buckets, self.heads)}
 
     def ropes(self) -> tuple[RopeSpec, ...]:
         return () if self.rope is None else (self.rope,)
@@ -157,6 +163,11 @@ class AttentionSpec(MixerSpec):
             sound.expect("alibi", count == self.heads, f"{count} slopes", f"{self.heads}, one a head")
             for name, other in (("softcap", self.softcap), ("sinks", self.sinks)):
                 sound.expect(name, other is None, other, "none beside alibi")
+        if (bias := self.position_bias) is not None:
+            alone = self.mutual and self.alibi is None
+            sound.expect("position_bias", alone, bias.name, "none but where tokens see each other, without alibi")
+            steps = bias.buckets % 4 == 0 and bias.buckets // 4 < bias.distance
+            sound.expect("buckets", steps, bias.buckets, f"a multiple of 4, below 4 times {bias.distance}")
         if (q := self.q_scale) is not None:
             sound.expect("q_scale", q.form == "floor" or q.length > 1, q.length, "a length above 1")
             sound.expect("q_scale", q.factor >= 0, q.factor, "a factor of 0 or more")

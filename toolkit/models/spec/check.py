@@ -45,6 +45,9 @@ def check_spec(spec: DecoderSpec) -> None:
         "mutual", not spec.mutual or alone, spec.mutual, "one answer of all layers, that are attention and MLPs"
     )
     sound.expect("mutual", not spec.mutual or spec.encodes, spec.mutual, "false without an encoder")
+    biases = {a.position_bias.length for _, a in spec.attention_layers() if a.position_bias is not None}
+    texts = 0 if spec.encoder is None else spec.encoder.position_rows - spec.encoder.offset
+    sound.expect("position_bias", biases <= {texts}, sorted(biases), f"the {texts} positions that are learned")
     if spec.encoder is not None:
         spec.encoder.check(spec.max_position, spec.hidden_size)
         alone = spec.vision is None and (spec.tied or spec.encoder.writes)
@@ -71,7 +74,7 @@ def check_spec(spec: DecoderSpec) -> None:
     names = [spec.embed, spec.head, *(x.name for x in spec.linears()), *(n.name for n in spec.norms())]
     subs = [s for layer in spec.layers for s in layer.sublayers]
     names += [name for s in subs for name in (*s.mixer.vectors(), *(() if s.factor is None else (s.factor,)))]
-    names += spec.tables()
+    names += [*spec.tables(), *spec.common()]
     names += [] if spec.encoder is None else list(spec.encoder.vectors(spec.hidden_size))
     for name, count in Counter(names).items():
         sound.expect("name", bool(name) and count == 1, name, "a name that is given once")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -242,6 +243,10 @@ class DecoderSpec:
             return {}
         return {table.embed: (table.rows, table.columns), table.projection.name: (table.columns, self.hidden_size)}
 
+    def common(self) -> dict[str, tuple[int, ...]]:
+        """Vectors that layers share: name → shape, as checkpoints store them."""
+        return {name: shape for _, mixer in self.mixers() for name, shape in mixer.common().items()}
+
     def linears(self) -> list[LinearSpec]:
         """Every linear inside the layers (router included), in execution order; not embedding and head."""
         return [x for layer in self.layers for x in layer.linears()]
@@ -268,6 +273,7 @@ class DecoderSpec:
             found |= {} if self.encoder.norm is None else self.encoder.norm.vectors()
         if self.per_layer is not None:
             found |= self.per_layer.norm.vectors()
+        found |= {name: math.prod(shape) for name, shape in self.common().items()}
         for layer in self.layers:
             found |= layer.vectors()
         return found

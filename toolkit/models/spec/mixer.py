@@ -82,6 +82,10 @@ class MixerSpec:
         """Of ``vectors`` that checkpoints store in several dimensions: name → shape."""
         return {}
 
+    def common(self) -> dict[str, tuple[int, ...]]:
+        """Vectors that all layers share, which ``vectors`` has not: name → shape, as checkpoints store them."""
+        return {}
+
     def ropes(self) -> tuple[RopeSpec, ...]:
         """Its rotary embeddings."""
         return ()

@@ -116,6 +116,22 @@ class AlibiSpec:
 
 
 @dataclass(frozen=True)
+class PositionBias:
+    """Positions as T5 has them, on both sides: the score, once scaled, of key k for head h's query at p is raised by
+    ``name``[bucket, h], by the bucket of k − p; ``toolkit.models.positions.bias_buckets`` (Raffel et al., 2020).
+
+    ``name``: a table [``buckets``, heads] that all layers share. The upper half of the buckets is of keys behind the
+    query. Of each half the first half is of one distance each, the others widen until ``distance``, from which on there
+    is one. ``length``: tokens of the longest text.
+    """
+
+    name: str
+    length: int
+    buckets: int = 32
+    distance: int = 128
+
+
+@dataclass(frozen=True)
 class QueryScale:
     """What a query at position p is multiplied by, whatever scores are scaled by; ``toolkit.models.rope.query_scale``.
 

@@ -12,6 +12,7 @@ from toolkit.kernels.torch.product import prefers_onednn, product
 from toolkit.models.rope import inv_freq, query_scale
 from toolkit.models.spec import AttentionSpec, LatentSpec, NormSpec, ReuseSpec, RopeSpec
 from toolkit.quant.layers.forward_parts import Watch, Weights, linear, normed
+from toolkit.runners.tensor.layers.mutual import bias_rows, by_distance
 
 KEYS, VALUES = ":keys", ":values"
 """After the name of a key or value projection: what goes into the KV cache, a row a token and head."""
@@ -60,7 +61,7 @@ def attention(a: AttentionSpec, weights: Weights, raw: Tensor, x: Tensor, watch:
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     causal = not a.mutual and a.block == 1 and (a.window is None or a.window >= length)
     mask = None if causal else _mask(a, length, x.device)
-    if a.softcap is not None or a.sinks is not None or a.alibi is not None:
+    if any(x is not None for x in (a.softcap, a.sinks, a.alibi, a.position_bias)):
         out = torch.cat([_capped(a, weights, *(t[i : i + 1] for t in (q, k, v))) for i in range(batch)])
     else:
         out = _attend(q, k, v, mask, a.scale)
@@ -132,7 +133,7 @@ def _products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _capped(a: AttentionSpec, weights: Weights, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention written out, for what the fused call lacks: soft-capped scores, ALiBi and sinks."""
+    """Attention written out, for what the fused call lacks: soft-capped scores, ALiBi, biases by position and sinks."""
     repeat = a.heads // a.kv_heads
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     scores = (q @ k.transpose(-1, -2)) * a.scale
@@ -145,6 +146,8 @@ def _capped(a: AttentionSpec, weights: Weights, q: Tensor, k: Tensor, v: Tensor)
             scores = scores - (alibi.scale * slopes)[:, None, None] * (key - key[:, None]).abs()
         else:
             scores = scores + raised(slopes, alibi.scale, alibi.rounded, key, key[-1] // 2)
+    if (bias := a.position_bias) is not None:
+        scores = scores + by_distance(bias_rows(bias, weights[bias.name].float()), q.shape[2])
     scores = scores.masked_fill(~_mask(a, q.shape[2], q.device), float("-inf"))
     if a.sinks is not None:
         sink = weights[a.sinks].view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)

@@ -28,8 +28,8 @@ GAPS = 64 << 20  # bytes that a process may grow by while weights are read, befo
 
 
 class LayerSource:
-    """An unquantized checkpoint, opened and validated. ``stored[i]``: the modules of layer i; ``outer``: the others.
-    ``rows``: of pictures in the text that goes through it, see ``embed``."""
+    """An unquantized checkpoint, opened and validated. ``stored[i]``: the modules of layer i; ``outer``: the others, of
+    which layers share ``shared``. ``rows``: of pictures in the text that goes through it, see ``embed``."""
 
     def __init__(self, path: Path) -> None:
         self.checkpoint: Checkpoint = open_checkpoint(path)
@@ -46,6 +46,8 @@ class LayerSource:
         for item in stored:
             place = layer_of.get(item.parts[0].name)
             (self.outer if place is None else self.stored[place]).append(item)
+        common = self.spec.common()
+        self.shared = [item for item in self.outer if item.parts[0].name in common]
 
     @property
     def path(self) -> Path:
@@ -73,7 +75,7 @@ class LayerSource:
         """Layer ``index`` as float32 tensors by canonical name (``X``, ``X.bias``), each read when it is asked for."""
         places = {
             name: (item, part)
-            for item in self.stored[index]
+            for item in (*self.stored[index], *self.shared)
             if not item.optional or is_present(self.checkpoint, item)
             for part in item.parts
             for name in ((part.name, f"{part.name}.bias") if item.bias else (part.name,))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.models.positions import bias_buckets
 from toolkit.models.spec import (
     AlibiSpec,
     AttentionSpec,
@@ -19,6 +20,7 @@ from toolkit.models.spec import (
     MlpSpec,
     MoeSpec,
     PerLayerSpec,
+    PositionBias,
     QueryScale,
     ReuseSpec,
     ShortConvSpec,
@@ -50,6 +52,7 @@ def attention(a: AttentionSpec, t: Tensors) -> Record:
         "softcap": a.softcap or 0.0,
         "clip": a.clip or 0.0,
         "alibi": None if a.alibi is None else _alibi(a.alibi, a.scale, t),
+        "position_bias": None if a.position_bias is None else _position_bias(a.position_bias, a.scale, t),
         "norm_last": a.norm_last,
         "q_scale": None if a.q_scale is None else _query_scale(a.q_scale),
         **t.linears(q=a.q, k=a.k, v=None if a.v == a.k else a.v, gate=a.gate, o=a.o),
@@ -88,6 +91,12 @@ def _alibi(alibi: AlibiSpec, scale: float, t: Tensors) -> Record:
     factor = alibi.scale / scale  # scores are scaled afterwards
     slopes = np.asarray(alibi.slopes, np.float32) * np.float32(1.0 if alibi.rounded else factor)
     return {"slopes": t.numbers(slopes), "rounded": factor if alibi.rounded else 0.0}
+
+
+def _position_bias(bias: PositionBias, scale: float, t: Tensors) -> Record:
+    table = t.stored(bias.name).reshape(bias.buckets, -1) / np.float32(scale)  # scores are scaled afterwards
+    rows = np.pad(table[bias_buckets(bias)].T, ((0, 0), (0, LANES)))  # cells are read whole
+    return {"length": bias.length, "rows": t.numbers(rows)}
 
 
 def _query_scale(scale: QueryScale) -> Record:

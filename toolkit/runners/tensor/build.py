@@ -42,6 +42,7 @@ from toolkit.runners.tensor.layers.experts import stack_experts
 from toolkit.runners.tensor.layers.latent import LatentAttention
 from toolkit.runners.tensor.layers.linear import Bound, Linear, Placement, codes_of, make_linear
 from toolkit.runners.tensor.layers.lora import Adapters, AdapterStep, adapt
+from toolkit.runners.tensor.layers.mutual import bias_rows
 from toolkit.runners.tensor.layers.norms import LayerNorm, Norm, SpreadNorm
 from toolkit.runners.tensor.layers.per_layer import Given, PerLayer
 from toolkit.runners.tensor.layers.placed import Placed
@@ -134,6 +135,7 @@ class _Builder:
             more=self.attention_options(spec),
             scales=(self.cache_scale(spec.k, "k_scale"), self.cache_scale(spec.v, "v_scale")),
             ops=self.ops,
+            bias=None if (bias := spec.position_bias) is None else bias_rows(bias, self.tensor(bias.name).float()),
         )
         return self.kept[layer]
 

@@ -51,7 +51,7 @@ class Attention:
 
     ``qkv`` gives the gate too, where there is one.
     ``more``: of ``paged_attention``, what most models leave as it is. ``scales``: what keys and values are divided by
-    in a float8 cache.
+    in a float8 cache. ``bias``: rows of ``spec.position_bias``.
     """
 
     spec: AttentionSpec
@@ -66,6 +66,7 @@ class Attention:
     more: Mapping[str, Any]
     scales: tuple[float, float]
     ops: Ops
+    bias: Tensor | None = None
 
     def __call__(self, x: Activations, step: StepContext) -> Tensor:
         q, gate = self.write(x, step)
@@ -124,7 +125,7 @@ class Attention:
         spec, cache = self.spec, step.cache.layers[self.layer, self.spec.group]
         scales = self.scales if cache.is_float8 else (1.0, 1.0)
         if spec.mutual:
-            y = see_whole_texts(q, cache, step, spec, scales)
+            y = see_whole_texts(q, cache, step, spec, scales, self.bias)
         else:
             y = self._attend(q, cache, step, scales, turned)
         if len(step.batch.mutual) and not spec.strict:

@@ -24,12 +24,15 @@ def weight_bytes(spec: DecoderSpec, weights: Weights, place: Placement, adapters
     biases = {f"{linear.name}.bias" for linear in spec.linears()} | {f"{spec.head}.bias"}
     matrices = {linear.name for _, mixer in spec.mixers() for linear in mixer.matrices()}
     factors = {s.factor for layer in spec.layers for s in layer.sublayers}  # numbers, no tensors
+    common = spec.common()  # tables of which the rows are held
     total = adapter_bytes(adapters, size)
     total += sum(4 * norm.size for norm in spec.norms() if not norm.weight)  # of ones
     total += sum(4 * len(a.alibi.slopes) for _, a in spec.attention_layers() if a.alibi is not None)
+    biases_by_place = ((a.heads, a.position_bias) for _, a in spec.attention_layers())
+    total += sum(4 * heads * (2 * bias.length - 1) for heads, bias in biases_by_place if bias is not None)
     for name in weights:
         found = info_of(weights, name)
-        if name in factors:
+        if name in factors or name in common:
             continue
         if name.startswith(PREFIX):
             total += math.prod(found.shape) * size

@@ -93,6 +93,8 @@ struct Attention {
     float scale, softcap;
     Vector alibi;            // slopes of heads, divided by `scale` unless rounded
     float alibi_rounded = 0; // what rounded products are multiplied by; 0 = they are not rounded
+    Vector bias;             // of heads, by the place of keys from 1 - bias_length on, see bias_at; divided by `scale`
+    int64_t bias_length = 0; // of the longest text
     bool mutual = false;     // tokens see those behind them too, within the window
     bool strict = false;     // none sees one behind it, whatever a step says
     float clip = 0;          // projections stay within it; 0 = none
@@ -112,6 +114,8 @@ struct Attention {
         if (!window) return 0;
         return chunked ? position / window * window : position < window + sink_tokens ? 0 : position - window + 1;
     }
+    // Where in `bias` a head's number stands of a key `ahead` of the query, at 0 or behind it; cells of LANES are read whole.
+    int64_t bias_at(int64_t head, int64_t ahead) const { return head * (2 * bias_length - 1 + LANES) + bias_length - 1 + ahead; }
     // Whether one at `position` sees the sink tokens apart from its window.
     bool sinks_apart(int64_t position) const { return sink_tokens && position >= window + sink_tokens; }
     bool wide(const Norm& n) const { return n.present() && n.size > head_dim; }  // over all heads at once

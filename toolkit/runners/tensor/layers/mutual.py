@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from toolkit.kernels.reference.cache import dequantize_heads, key_bits, slots_of, value_bits
-from toolkit.models.spec import AttentionSpec
+from toolkit.models.positions import bias_buckets
+from toolkit.models.spec import AttentionSpec, PositionBias
 from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.cache import LayerCache
 from toolkit.runners.tensor.step.context import StepContext
@@ -45,9 +46,15 @@ def see_both_ways(
 
 
 def see_whole_texts(
-    q: Tensor, cache: LayerCache, step: StepContext, spec: AttentionSpec, scales: tuple[float, float]
+    q: Tensor,
+    cache: LayerCache,
+    step: StepContext,
+    spec: AttentionSpec,
+    scales: tuple[float, float],
+    rows: Tensor | None = None,
 ) -> Tensor:
-    """What queries ``q`` [T, heads, head_dim] find in their own texts, all of whose keys are in the cache."""
+    """What queries ``q`` [T, heads, head_dim] find in their own texts, all of whose keys are in the cache. ``rows``: of
+    ``spec.position_bias``, see ``bias_rows``."""
     y = torch.empty_like(q)
     for first, stop, slots in step.texts(spec.group, cache.k.shape[1], q.device):
         k, v = (_read(cache, side, slots, scale, q.dtype) for side, scale in zip("kv", scales, strict=True))
@@ -55,25 +62,40 @@ def see_whole_texts(
             q[first:stop].transpose(0, 1)[None],
             k[None],
             v[None],
-            attn_mask=_bias(spec, stop - first, q),
+            attn_mask=_bias(spec, stop - first, q, rows),
             scale=spec.scale,
             enable_gqa=spec.heads != spec.kv_heads,
         )[0].transpose(0, 1)
     return y
 
 
-def _bias(spec: AttentionSpec, length: int, q: Tensor) -> Tensor | None:
+def _bias(spec: AttentionSpec, length: int, q: Tensor, rows: Tensor | None) -> Tensor | None:
     """What is added to scores, or which count at all, [1 or heads, length, length]; None = all do as they are."""
-    if spec.window is None and spec.alibi is None:
+    if spec.window is None and spec.alibi is None and rows is None:
         return None
     at = torch.arange(length, device=q.device)
     distance = (at - at[:, None]).abs()
     seen = None if spec.window is None else distance < spec.window
-    if spec.alibi is None:
+    if rows is not None:
+        bias = by_distance(rows, length)
+    elif spec.alibi is not None:
+        slopes = torch.tensor(spec.alibi.slopes, dtype=torch.float32, device=q.device) * spec.alibi.scale
+        bias = -slopes[:, None, None] * distance
+    else:
         return seen
-    slopes = torch.tensor(spec.alibi.slopes, dtype=torch.float32, device=q.device) * spec.alibi.scale
-    bias = -slopes[:, None, None] * distance
     return (bias if seen is None else bias.masked_fill(~seen, -torch.inf)).to(q.dtype)
+
+
+def bias_rows(bias: PositionBias, table: Tensor) -> Tensor:
+    """What ``table``, of ``bias``, adds to the scores of each head: [heads, 2 · length − 1], for k − p from
+    1 − length on."""
+    return table.view(bias.buckets, -1)[bias_buckets(bias)].T.contiguous()
+
+
+def by_distance(rows: Tensor, length: int) -> Tensor:
+    """Of ``bias_rows`` what a text of ``length`` tokens needs: [heads, queries, keys]."""
+    middle = rows.shape[1] // 2
+    return rows[:, middle + 1 - length : middle + length].unfold(1, length, 1).flip(1)
 
 
 def _read(cache: LayerCache, side: str, slots: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

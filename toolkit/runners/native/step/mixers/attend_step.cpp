@@ -100,13 +100,16 @@ void Run::attend_tile(const Attention& a, const Piece& piece, KvTile& kv, const 
             const int64_t r = (t - t0) * a.per_kv + i;
             s.lo[r] = int32_t(std::clamp<int64_t>(low, 0, KV_TILE));
             s.hi[r] = int32_t(std::clamp<int64_t>(high, 0, KV_TILE));
+            const int64_t h = a.first_head + head * a.per_kv + i;
+            if (a.bias) s.from[r] = int32_t(a.bias_at(h, base - pos));
             if (!a.alibi) continue;
-            s.slope[r] = a.alibi.data[a.first_head + head * a.per_kv + i];
+            s.slope[r] = a.alibi.data[h];
             s.from[r] = int32_t(a.alibi_rounded != 0.0f ? base : base - (apart ? a.window + a.sink_tokens - 1 : pos));
         }
     }
     AttnParams params{a.dpad, a.vpad, a.scale, a.softcap, reads(a)};
     if (a.alibi) params.slope = s.slope, params.from = s.from, params.rounded = a.alibi_rounded, params.both = a.mutual;
+    if (a.bias) params.bias = a.bias.data, params.from = s.from;
     ops.attn_tile(params, kv, apart ? sink_query(a, head, t0 - first) : query(a, head, t0 - first), (t1 - t0) * a.per_kv, s.lo, s.hi, to, s.scores);
 }
 

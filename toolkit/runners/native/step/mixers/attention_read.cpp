@@ -105,6 +105,14 @@ Mixer read_attention(const Record& r, Program& prog) {
         if (a.softcap > 0) r.fail("alibi", "beside a softcap");
         if (a.mutual && a.alibi_rounded != 0.0f) r.fail("alibi", "rounded, of tokens that see each other");
     }
+    if (r.has("position_bias")) {
+        const Record bias = r.record("position_bias");
+        a.bias_length = bias.integer("length", 1, 1 << 20);
+        const int64_t numbers = a.bias_at(a.heads, 1 - a.bias_length);
+        if (numbers > INT32_MAX) bias.fail("length", "of too many numbers");
+        a.bias = bias.needed("rows", numbers);
+        if (!a.mutual || a.alibi || a.softcap > 0) r.fail("position_bias", "beside alibi or a softcap, or of tokens that see none behind them");
+    }
     a.norm_last = r.flag("norm_last");
     if (r.has("q_scale")) read_query_scale(r.record("q_scale"), a);
     if (a.sink_tokens && (a.norm_last || a.q_form || a.mutual || a.alibi_rounded != 0.0f))
