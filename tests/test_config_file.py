@@ -85,6 +85,9 @@ def test_a_server_takes_its_options_from_it(file: Path, support: Any) -> None:
         ("api-keys: [[a]]\n", "api-keys: expected a value, or a list of them"),
         ("hf-overrides: {a: 2026-01-02}\n", "hf-overrides: expected what JSON can say"),
         ("hf-overrides: &a {a: *a}\n", "hf-overrides: expected what JSON can say"),
+        ("session-len: true\n", "session-len: expected a value, found true"),
+        ("api_keys: [one, true]\n", "api_keys: expected a value, found true"),
+        ("port: true\nparse-special: true\n", "port: expected a value, found true"),
         ("config: other.yaml\n", "config: a file names no other"),
     ],
 )

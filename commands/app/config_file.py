@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.base.user_path import user_path
+from toolkit.commands.app.aliases import of_command
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -68,9 +69,22 @@ def _read(file: Path, typed: set[str]) -> tuple[list[str], list[str]]:
             continue
         elif values == [False]:
             flags += [f"--no-{option[2:]}"] if option[2:] in ON and f"--no-{option[2:]}" not in typed else []
+        elif True in values and option in _with_value():
+            raise UsageError(f"{FLAG} {file}: {key}: expected a value, found true")
         else:
             flags += [option if one is True else f"{option}={one}" for one in values]
     return models, flags
+
+
+def _with_value() -> set[str]:
+    """Options of the server that take one: without it, they would take what stands behind them."""
+    import typer
+
+    from toolkit.commands.serve import app
+
+    command = typer.main.get_command(app).commands["api_server"]  # type: ignore[attr-defined]
+    own = {name for one in command.params if not getattr(one, "is_flag", False) for name in one.opts}
+    return own | {other for other, ours in of_command(("serve", "api_server")).items() if ours in own}
 
 
 def _texts(node: yaml.Node, where: str) -> Iterator[str | bool]:

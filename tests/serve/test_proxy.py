@@ -459,6 +459,31 @@ def test_prompts_go_to_one_node_and_answers_come_from_another() -> None:
     run(test)
 
 
+def test_what_is_lent_goes_to_a_node_that_takes_it() -> None:
+    """A node without a role would compute the prompt once more; it does where no other is left."""
+
+    async def test() -> None:
+        linked = {
+            "/distserve/engine_info": engine_info("Decode"),
+            "/distserve/p2p_connect": plain_reply('{"status": 1}'),
+        }
+        lends, takes = FakeNode(raw={"/distserve/engine_info": engine_info("Prefill")}), FakeNode(raw=linked)
+        plain = FakeNode(raw={"/distserve/engine_info": b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"})
+        settings = {"serving_strategy": "DistServe", "prefill_min_bytes": 200}
+        async with world(lends, plain, takes, **settings) as w:
+            for _ in range(4):
+                await w.client.post("/v1/completions", json={"model": "m", "prompt": "x" * 300})
+            assert (len(lends.posts), len(takes.posts), len(plain.posts)) == (4, 4, 0)
+            for _ in range(4):  # what is not lent goes to both
+                await w.client.post("/v1/completions", json={"model": "m", "prompt": "short"})
+            assert len(plain.posts) == 2
+            linked["/v1/completions"] = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n"
+            reply = await w.client.post("/v1/completions", json={"model": "m", "prompt": "x" * 300})
+            assert reply.status_code == 200 and len(plain.posts) == 3
+
+    run(test)
+
+
 def test_a_node_that_starts_anew_is_told_again_from_whom_it_takes() -> None:
     async def test() -> None:
         linked = {

@@ -105,8 +105,11 @@ def _answer(demand: Demand, asks: list[Ask], machine: Machine, progress: Callabl
     found, last = _least(lambda n: look(asks, n), low, high, slos, _busy(asks, machine))
     if found is None:
         missed = next(s for s in slos if last.percentile(s.name, s.percent) > s.seconds)
-        value = last.percentile(missed.name, missed.percent) * 1000
-        return Answer(machine, None, last, None, None, f"--replicas {high}: {missed} is missed, {value:.0f} ms")
+        value = last.percentile(missed.name, missed.percent)
+        limit = f"--replicas {high}"
+        if demand.prefill and look(asks, high, 2).percentile(missed.name, missed.percent) < 0.9 * value:
+            limit = f"--prefill {demand.prefill}"  # it is these that are too few
+        return Answer(machine, None, last, None, None, f"{limit}: {missed} is missed, {value * 1000:.0f} ms")
     twice = doubled(asks)
     more, _ = _least(lambda n: look(twice, n, 2), found, max(high, 2 * found), slos, _busy(twice, machine))
     less = look(asks, found - 1) if found > 1 else None

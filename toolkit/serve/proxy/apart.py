@@ -68,6 +68,10 @@ class Apart:
         taken = any(node.role == DECODE for node in others)
         return (lending if taken else []), others or lending
 
+    def takers(self, nodes: Sequence[Node]) -> list[Node]:
+        """Those that take blocks over: others would compute once more what has been lent."""
+        return [node for node in nodes if node.role == DECODE]
+
     def wants(self, request: Incoming) -> bool:
         """Whether a request's prompt is worth a node of its own."""
         if request.path not in GENERATES or not isinstance(request.data, dict) or len(request.body) < self._least:

@@ -183,7 +183,8 @@ class Forward(Reply):
         while left and tries < 2:
             if why:
                 state.metrics.retries.inc()
-            node = self._choose(left)
+            takers = state.apart.takers(left) if state.apart is not None and lender is not None else []
+            node = self._choose(takers or left)
             left = [other for other in left if other is not node]
             again = bool(left) and tries == 0
             with state.running(node) as run:
