@@ -286,6 +286,8 @@ def test_gguf_and_back(family: str, tiny_models: Any, support: Any, tmp_path: Pa
         except ToolkitError as error:
             assert str(error).startswith("gguf: ")
             assert not isinstance(known.gguf, str) or known.gguf in str(error)
+            if "encoders are not written" in str(error):
+                return  # what others have written: test_gguf_encoders.py
             continue
         found = spelling(load_spec(open_checkpoint(path))[0])
         assert isinstance(found, Gguf)

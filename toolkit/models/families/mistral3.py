@@ -24,15 +24,16 @@ from toolkit.models.eyes.towers import (
 from toolkit.models.eyes.vision import Stage, VisionSpec
 from toolkit.models.families.llava import BARE_SPELLINGS, LANGUAGE, TINY_TOWER
 from toolkit.models.family import Family, Tiny
+from toolkit.models.spec import DecoderSpec
 
 
 def merge_of(config: Fields) -> int:
     return config.integer("spatial_merge_size", default=2, high=16)
 
 
-def build(config: Fields) -> Built:
-    language = language_of(config, default="mistral")
-    spec, merge = language[0], merge_of(config)
+def sees(config: Fields, spec: DecoderSpec, token: int) -> VisionSpec:
+    """Tower and projector before ``spec``. ``token``: of pictures, where the config names none."""
+    merge = merge_of(config)
     tower = pixtral_tower(config.inner("vision_config"))
     tower = replace(tower, taken=taken_layers(config, tower.layers, -1))
     text = config.inner("text_config")
@@ -47,8 +48,13 @@ def build(config: Fields) -> Built:
             config.flag("multimodal_projector_bias", False),
         ),
     )
-    token = config.integer("image_token_index", "image_token_id", default=10, high=spec.vocab_size - 1)
-    made = VisionSpec(tower, projector, token)
+    token = config.integer("image_token_index", "image_token_id", default=token, high=spec.vocab_size - 1)
+    return VisionSpec(tower, projector, token)
+
+
+def build(config: Fields) -> Built:
+    language = language_of(config, default="mistral")
+    made = sees(config, language[0], 10)
     return seeing(language, made, stored_vision(made, "vision_tower.", "multi_modal_projector", PIXTRAL), LANGUAGE)
 
 
@@ -65,19 +71,20 @@ NAMES = {
 }
 
 
-def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
+def read(clip: Clip, token: str = "[IMG]") -> tuple[dict[str, Any], dict[str, Any]]:
+    """As ``Mmproj`` has it. ``token``: of pictures."""
     vision = {"model_type": "pixtral", **tower_fields(clip, "gelu")}
     vision["head_dim"] = vision["hidden_size"] // vision["num_attention_heads"]
     fields = {
         "vision_config": vision,
         "spatial_merge_size": clip.whole("spatial_merge_size", 2),
-        "image_token_index": clip.token("[IMG]"),
+        "image_token_index": clip.token(token),
         "multimodal_projector_bias": clip.has("mm.1.bias"),
     }
     return fields, {"size": {"longest_edge": vision["image_size"]}, "patch_size": vision["patch_size"]}
 
 
-def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
+def write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
     return {"clip.vision.spatial_merge_size": vision.merge}
 
 
@@ -102,7 +109,7 @@ FAMILY = Family(
             tokens=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         ),
     ),
-    Mmproj("pixtral", NAMES, _read, _write, "mistral3", heads=True, lines=True),
+    Mmproj("pixtral", NAMES, read, write, "mistral3", heads=True, lines=True),
     recipe=recipe,
     spellings=BARE_SPELLINGS,
 )
