@@ -176,7 +176,11 @@ def test_a_predicted_step_is_that_of_the_documentation() -> None:
     [
         (["--slo", "ttft:5"], 1, "p99 ttft of 5 ms: a request alone on an engine takes"),
         (["--slo", "ttft:600", "--replicas", "1:2"], 1, "--replicas 2: p99 ttft of 600 ms is missed,"),
-        (["--slo", "ttft:600", "--replicas", "1:20", "--prefill", "1"], 1, "--prefill 1: p99 ttft of 600 ms is missed,"),
+        (
+            ["--slo", "ttft:600", "--replicas", "1:20", "--prefill", "1"],
+            1,
+            "--prefill 1: p99 ttft of 600 ms is missed,",
+        ),
         (["--slo", "tpot:20", "--replicas", "1:2", "--prefill", "20"], 1, "--replicas 2: p99 tpot of 20 ms is missed,"),
         (["--kv-tokens", "100"], 1, "memory: a request of 384 tokens, the KV cache holds 100"),
         (["--slo", "speed:5"], 2, "--slo: expected ttft, tpot, e2e with milliseconds"),

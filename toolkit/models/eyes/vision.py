@@ -41,10 +41,10 @@ class Tower:
     and behind the last norm ``over_all`` more layers follow, what they add weighted by one number; what left the layers
     ``gathered`` stands beside their output, number by number. ``sides``: so many places are learned for columns, and as
     many for rows; of both each patch has its own added. ``patch_norm``: the numbers of a patch are normed before they
-    are multiplied. ``by_head``: q and k are normed head by head, all by the same
-    weight, values too and by none. ``norm_both``: what a layer adds is normed as well as what it reads. ``scale``
-    multiplies q·k, 0: 1 / √head_dim. ``clipped``: what linears of layers read and give is kept within ``BOUNDS`` that
-    are stored beside each.
+    are multiplied. ``by_head``: q and k are normed head by head, all by the same weight, with ``norm_values`` values
+    too, by none. ``norm_both``: what a layer adds is normed as well as what it reads. ``scale`` multiplies q·k, 0:
+    1 / √head_dim. ``clipped``: what linears of layers read and give is kept within ``BOUNDS`` that are stored beside
+    each.
     """
 
     layers: int
@@ -87,6 +87,7 @@ class Tower:
     gathered: tuple[int, ...] = ()
     sides: int = later(0)
     by_head: bool = later(False)
+    norm_values: bool = later(True)
     norm_both: bool = later(False)
     scale: float = later(0.0)
     clipped: bool = later(False)

@@ -16,17 +16,19 @@ from toolkit.models.eyes.mmproj import Clip, Mmproj
 from toolkit.models.eyes.pictures import Recipe
 from toolkit.models.eyes.towers import activation, language_of, seeing, side, stored_vision
 from toolkit.models.eyes.videos import Video
-from toolkit.models.eyes.vision import Stage, VisionSpec
+from toolkit.models.eyes.vision import Stage, Tower, VisionSpec
 from toolkit.models.families import glm4, qwen2_vl
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import Gguf, Metadata, has_qkv_bias
 
 SPELLING = qwen2_vl.BLOCKS | {
+    **{f"{part}_norm": f"attn.{part}_norm" for part in "qk"},
     "position": "embeddings.position_embedding.weight",
     "pre_norm": "post_conv_layernorm",
     "post_norm": "post_layernorm",
     **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
+PLACES = 24  # patches along a side of 336 pixels, which is said of towers without learned places too
 SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}  # of both frames that a picture counts as
 
 
@@ -38,19 +40,13 @@ def build(config: Fields) -> Built:
 
 def whole(config: Fields, language: Built) -> Built:
     """``language`` with the tower and what joins its patches before it."""
-    spec, vision = language[0], config.over("vision_config", {"depth": 24, "num_heads": 12})
-    wide = vision.integer("out_hidden_size", default=4096, high=1 << 16)
+    vision = config.over("vision_config", {"depth": 24, "num_heads": 12})
     places = side(vision, "image_size", 336) // side(vision, "patch_size", 14)
-    eps = vision.number("rms_norm_eps", default=1e-5, high=0.5)
     tower = qwen2_vl.tower(
         vision,
         vision.integer("hidden_size", default=1536, high=1 << 16),
-        inner=wide,
-        activation=activation(vision, "silu"),
-        norm="rms",
-        eps=eps,
-        gated=True,
-        patch_bias=True,
+        inner=vision.integer("out_hidden_size", default=4096, high=1 << 16),
+        **like(vision),
         qkv_bias=vision.flag("attention_bias", False),
         o_bias=False,
         mlp_bias=False,
@@ -59,11 +55,24 @@ def whole(config: Fields, language: Built) -> Built:
         smooth=True,
         pre_norm=True,
         norm_first=True,
-        post_norm="used",
     )
+    return joined(config, language, tower, vision.integer("intermediate_size", default=13696, high=1 << 18), 151343)
+
+
+def like(vision: Fields) -> dict[str, Any]:
+    """Of all towers of GLM that are like this one."""
+    eps = vision.number("rms_norm_eps", default=1e-5, high=0.5)
+    shape = {"norm": "rms", "eps": eps, "gated": True, "patch_bias": True, "post_norm": "used"}
+    return {"activation": activation(vision, "silu"), **shape}
+
+
+def joined(config: Fields, language: Built, tower: Tower, between: int, token: int) -> Built:
+    """``language`` with ``tower`` before it and what joins its patches, which has ``between`` rows inside. ``token``:
+    of pictures, where the config names none."""
+    vision = config.inner("vision_config")
+    wide = vision.integer("out_hidden_size", default=4096, high=1 << 16)
     factor = vision.integer("spatial_merge_size", default=2, high=16)
     name, hidden = "vision.projector.merger", tower.hidden * factor**2
-    between = vision.integer("intermediate_size", default=13696, high=1 << 18)
     projector = (
         Stage("merge_channels", factor=factor),
         Stage("linear", "vision.projector.downsample", hidden, wide, True),
@@ -73,7 +82,7 @@ def whole(config: Fields, language: Built) -> Built:
         Stage("gated", name, wide, between),
         Stage("linear", f"{name}.down_proj", between, wide),
     )
-    token = config.integer("image_token_id", default=151343, high=spec.vocab_size - 1)
+    token = config.integer("image_token_id", default=token, high=language[0].vocab_size - 1)
     made = VisionSpec(tower, projector, token, axes=True)
     shapes = {"vision.projector.downsample.weight": (wide, tower.hidden, factor, factor)}
     stored = stored_vision(made, "model.visual.", "model.visual", SPELLING, shapes)
@@ -118,12 +127,13 @@ NAMES = {
 
 
 def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
-    patch = clip.whole("patch_size")
+    learned = clip.has("v.position_embd.weight")  # GLM-OCR's are not
+    places = math.isqrt(clip.rows("v.position_embd.weight")) if learned else PLACES
     vision = qwen2_vl.read_vision(clip) | {
         "hidden_size": clip.whole("embedding_length"),
         "out_hidden_size": clip.rows("mm.model.fc.weight"),
-        "intermediate_size": clip.rows("mm.gate.weight"),
-        "image_size": math.isqrt(clip.rows("v.position_embd.weight")) * patch,
+        "intermediate_size": clip.rows("mm.gate.weight") if learned else clip.inner,
+        "image_size": places * clip.whole("patch_size"),
         "hidden_act": clip.activation,
         "rms_norm_eps": clip.number("attention.layer_norm_epsilon"),
         "attention_bias": clip.has("v.blk.0.attn_qkv.bias"),
@@ -131,6 +141,7 @@ def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
     pixels = qwen2_vl.read_pixels(clip)
     sizes = {f"{side}_edge": 2 * pixels.pop(f"{name}_pixels") for side, name in SIDES if f"{name}_pixels" in pixels}
     fields = {"vision_config": vision, "image_token_id": clip.token("<|image|>")}
+    fields |= {} if learned else {"model_type": "glm_ocr"}
     return fields, pixels | ({"size": sizes} if len(sizes) == 2 else {})
 
 
@@ -138,12 +149,15 @@ SIDES = (("shortest", "min"), ("longest", "max"))
 
 
 def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
-    size = vision.tower.grid[0] * vision.tower.patch
+    size = (vision.tower.grid[0] or PLACES) * vision.tower.patch
     return qwen2_vl.write_pixels(vision, recipe) | {"clip.vision.image_size": size}
 
 
-def _read_text(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return qwen2_vl.read_text(file, config) | {"attention_bias": has_qkv_bias(file)}
+def read_text(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the language model's file says besides."""
+    turned = file.whole("rope.dimension_count", config["head_dim"]) / config["head_dim"]
+    found = qwen2_vl.read_text(file, config) | {"attention_bias": has_qkv_bias(file)}
+    return {**found, "rope_parameters": {**found["rope_parameters"], "partial_rotary_factor": turned}}
 
 
 def mmproj(family: str, text: Gguf) -> Mmproj:
@@ -183,7 +197,7 @@ FAMILY = Family(
     ("Glm4vForConditionalGeneration",),
     build,
     (tiny(dict(rope_parameters=ROPE)),),
-    mmproj("glm4v", replace(glm4.GGUF, read=_read_text, write=qwen2_vl.write_text)),
+    mmproj("glm4v", replace(glm4.GGUF, read=read_text, write=qwen2_vl.write_text)),
     recipe=recipe,
     video=video,
 )

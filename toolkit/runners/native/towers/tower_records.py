@@ -62,8 +62,8 @@ def layer(t: Tensors, tower: Tower, name: str, near: bool = False) -> Record:
 
 
 def _by_head(t: Tensors, tower: Tower, name: str) -> Record:
-    """Norms of each head of queries, keys and values."""
-    names = {"q_norm": f"{name}.q_norm", "k_norm": f"{name}.k_norm", "v_norm": ""}
+    """Norms of each head of queries and keys, and of values."""
+    names = {"q_norm": f"{name}.q_norm", "k_norm": f"{name}.k_norm", **({"v_norm": ""} if tower.norm_values else {})}
     norms = {key: norm_of(t, of, tower.head_dim, False, tower.eps) for key, of in names.items()}
     return {"by_head": True, **norms}
 

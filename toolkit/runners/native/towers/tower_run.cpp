@@ -132,7 +132,7 @@ void TowerRun::project(const TowerLayer& l, Range rows) {
         if (l.by_head) {
             norm_heads(l, l.q_norm, q);
             norm_heads(l, l.k_norm, q + width);
-            norm_heads(l, l.v_norm, q + 2 * width);
+            if (l.v_norm.present()) norm_heads(l, l.v_norm, q + 2 * width);
         } else {
             if (l.q_norm.present()) norm_row(l.q_norm, q, q);
             if (l.k_norm.present()) norm_row(l.k_norm, q + width, q + width);

@@ -190,8 +190,8 @@ class Encoder:
             q, k = (self._norm(f"{name}.{part}_norm", y, "rms", 1e-6) for part, y in (("q", q), ("k", k)))
         q, k, v = (y.unflatten(1, (tower.heads, tower.head_dim)) for y in (q, k, v))
         if tower.by_head:
-            names = (f"{name}.q_norm", f"{name}.k_norm", "")
-            q, k, v = (self._norm(of, y, "rms", tower.eps) for of, y in zip(names, (q, k, v), strict=True))
+            q, k = (self._norm(f"{name}.{part}_norm", y, "rms", tower.eps) for part, y in (("q", q), ("k", k)))
+            v = self._norm("", v, "rms", tower.eps) if tower.norm_values else v
         if cos is not None and sin is not None:
             q, k = turned(q, cos, sin), turned(k, cos, sin)
         starts = torch.tensor([0, *lengths]).cumsum(0)
