@@ -138,7 +138,7 @@ def normalise(argv: list[str]) -> tuple[list[str], bool]:
     """
     out: list[str] = []
     debug = bool(os.environ.get("TOOLKIT_DEBUG"))
-    argv = expanded(aliases.spelled_here(argv))
+    argv = expanded(aliases.spelled_here(argv), lambda: _load("serve").commands["api_server"].params)
     ours = aliases.of_command(argv)
     last, values = "", 0  # the flag that stands before, and how many values it has had
     for i, arg in enumerate(argv):

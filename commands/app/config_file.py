@@ -6,9 +6,9 @@ They become flags before anything else is read, so that all spellings of the com
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.base.user_path import user_path
 from toolkit.commands.app.aliases import of_command
@@ -23,9 +23,9 @@ ON = ("enable-prefix-caching",)
 _STR, _BOOL, _NULL = (f"tag:yaml.org,2002:{name}" for name in ("str", "bool", "null"))
 
 
-def expanded(argv: Sequence[str]) -> list[str]:
+def expanded(argv: Sequence[str], parameters: Callable[[], Iterable[Any]]) -> list[str]:
     """``argv`` with what the file says in place of its name, before all other flags: of what may stand once, the last
-    counts. Raises UsageError for a file that cannot be read so."""
+    counts. ``parameters``: the server's. Raises UsageError for a file that cannot be read so."""
     words = list(argv)
     if [word.replace("-", "_") for word in words[:2]] != ["serve", "api_server"]:
         return words
@@ -41,11 +41,11 @@ def expanded(argv: Sequence[str]) -> list[str]:
         raise UsageError(f"{FLAG}: expected a file; name it behind it")
     first = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     typed_too = {word.partition("=")[0].replace("_", "-") for word in words[first:] if word.startswith("--")}
-    models, flags = _read(user_path(name), typed_too)
+    models, flags = _read(user_path(name), typed_too, parameters)
     return [*words[:first], *([] if first > 2 else models), *flags, *words[first:]]
 
 
-def _read(file: Path, typed: set[str]) -> tuple[list[str], list[str]]:
+def _read(file: Path, typed: set[str], parameters: Callable[[], Iterable[Any]]) -> tuple[list[str], list[str]]:
     """The models that a file names, and its flags but those that were ``typed`` too."""
     import yaml
 
@@ -69,21 +69,16 @@ def _read(file: Path, typed: set[str]) -> tuple[list[str], list[str]]:
             continue
         elif values == [False]:
             flags += [f"--no-{option[2:]}"] if option[2:] in ON and f"--no-{option[2:]}" not in typed else []
-        elif True in values and option in _with_value():
+        elif True in values and option in _with_value(parameters()):
             raise UsageError(f"{FLAG} {file}: {key}: expected a value, found true")
         else:
             flags += [option if one is True else f"{option}={one}" for one in values]
     return models, flags
 
 
-def _with_value() -> set[str]:
-    """Options of the server that take one: without it, they would take what stands behind them."""
-    import typer
-
-    from toolkit.commands.serve import app
-
-    command = typer.main.get_command(app).commands["api_server"]  # type: ignore[attr-defined]
-    own = {name for one in command.params if not getattr(one, "is_flag", False) for name in one.opts}
+def _with_value(parameters: Iterable[Any]) -> set[str]:
+    """Options that take one: without it, they would take what stands behind them."""
+    own = {name for one in parameters if not getattr(one, "is_flag", False) for name in one.opts}
     return own | {other for other, ours in of_command(("serve", "api_server")).items() if ours in own}
 
 
