@@ -193,8 +193,8 @@ def test_an_architecture_that_has_no_experts() -> None:
 
 VISION, POSITIVE = "clip.vision", "expected a positive whole number"
 PROJECTORS = (
-    "gemma3, gemma4v, gemma4uv, glm4v, idefics3, internvl, llama4, mlp, resampler, pixtral, qwen2.5vl_merger, "
-    "qwen2vl_merger"
+    "gemma3, gemma4v, gemma4uv, glm4v, idefics3, internvl, lightonocr, llama4, mlp, resampler, pixtral, paddleocr, "
+    "qwen2.5vl_merger, qwen2vl_merger"
 )
 
 

@@ -109,8 +109,11 @@ def laid_out(patches: np.ndarray, places: np.ndarray, side: int) -> np.ndarray:
 
 
 def unfolded(patches: np.ndarray, grid: np.ndarray, side: int) -> np.ndarray:
-    """The picture of flat patches in the order of blocks of two by two."""
+    """The picture of patches: flat ones in the order of blocks of two by two, others in that of their rows."""
     _, rows, columns = grid
+    if patches.ndim == 4:
+        whole = patches.reshape(rows, columns, 3, side, side).transpose(2, 0, 3, 1, 4)
+        return whole.reshape(1, 3, rows * side, columns * side)
     blocks = patches.reshape(rows // 2, columns // 2, 2, 2, 3, 2, side, side)[:, :, :, :, :, 0]
     return blocks.transpose(4, 0, 2, 5, 1, 3, 6).reshape(1, 3, rows * side, columns * side)
 

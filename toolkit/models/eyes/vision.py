@@ -28,23 +28,22 @@ class Tower:
     ``layers``: how many it has, ``taken``: how many are run. ``frames``: a picture counts as so many equal frames.
     ``positions``: "learned" (added), "axial" or "interlaced" (rotary: half of the frequencies turn by the row, half by
     the column; "interlaced" takes them in turn from one list, "axial" gives each axis a list of its own; ``turned``:
-    besides learned ones, as "axial", rows and columns counted from 1 and the class token at 0). ``grid``:
-    rows and columns of the learned positions; ``stretched``: besides those that turn there are learned ones, resized to
-    the picture's patches and added, ``smooth``: by curves, not lines, the edges of patches over one another and not the
-    middles of those in the corners; ``nearest``: of the learned ones each patch has the one at its part of the way
-    across. ``gated``: the MLP has a gate. ``class_token``: one more token stands before the patches; it is dropped
-    behind the last layer. ``pre_norm``: norm before the first layer, ``norm_first``: before positions are added,
-    ``norm_after``: what a layer adds is normed, not what it reads, ``post_norm``: one behind the last, "stored" if it
-    is there and not used. ``scaled``: what a layer adds is weighted by a vector. ``window``: side in patches of the
-    windows within which all layers attend but those of ``full``; 0 = none. ``tiles``: a picture is so many tiles at
+    besides learned ones, as "axial", rows and columns counted from 1 and the class token at 0). ``grid``: rows and
+    columns of the learned positions; ``stretched``: besides those that turn there are learned ones, resized to the
+    picture's patches and added, by lines, the middles of the patches in the corners over one another; ``overlaid``:
+    their edges; ``smooth``: by curves, the edges too; ``nearest``: of the learned ones each patch has the one at its
+    part of the way across. ``gated``: the MLP has a gate. ``class_token``: one more token stands before the patches; it
+    is dropped behind the last layer. ``pre_norm``: norm before the first layer, ``norm_first``: before positions are
+    added, ``norm_after``: what a layer adds is normed, not what it reads, ``post_norm``: one behind the last, "stored"
+    if it is there and not used. ``scaled``: what a layer adds is weighted by a vector. ``window``: side in patches of
+    the windows within which all layers attend but those of ``full``; 0 = none. ``tiles``: a picture is so many tiles at
     most, in one of the ``shapes`` (rows, columns), and each tile attends to all: learned vectors tell where it stands,
     and behind the last norm ``over_all`` more layers follow, what they add weighted by one number; what left the layers
     ``gathered`` stands beside their output, number by number. ``sides``: so many places are learned for columns, and as
     many for rows; of both each patch has its own added. ``patch_norm``: the numbers of a patch are normed before they
     are multiplied. ``by_head``: q and k are normed head by head, all by the same weight, with ``norm_values`` values
-    too, by none. ``norm_both``: what a layer adds is normed as well as what it reads. ``scale`` multiplies q·k, 0:
-    1 / √head_dim. ``clipped``: what linears of layers read and give is kept within ``BOUNDS`` that are stored beside
-    each.
+    too, by none. ``norm_both``: what a layer adds is normed as well as what it reads. ``scale`` multiplies q·k, 0: 1 /
+    √head_dim. ``clipped``: what linears of layers read and give is kept within ``BOUNDS`` that are stored beside each.
     """
 
     layers: int
@@ -88,10 +87,16 @@ class Tower:
     sides: int = later(0)
     by_head: bool = later(False)
     norm_values: bool = later(True)
+    overlaid: bool = later(False)
     norm_both: bool = later(False)
     scale: float = later(0.0)
     clipped: bool = later(False)
     patch_norm: bool = later(False)
+
+    @property
+    def edges(self) -> bool:
+        """Whether the edges of patches lie over one another where places are resized, not their middles."""
+        return self.smooth or self.overlaid
 
     @property
     def outputs(self) -> int:

@@ -212,7 +212,7 @@ class NativeEncoder:
             x = x + np.concatenate([near[grid].reshape(-1, tower.hidden) for grid in places])
         if tower.stretched:
             stored = floats(self._weights["vision.position"]).reshape(*tower.grid, tower.hidden)
-            near = {grid: resized(stored, grid, tower.smooth, not tower.smooth) for grid in set(places)}
+            near = {grid: resized(stored, grid, tower.smooth, not tower.edges) for grid in set(places)}
             x = x + np.concatenate([near[grid].reshape(-1, tower.hidden) for grid in places])
         return x
 

@@ -130,7 +130,7 @@ class Encoder:
         if tower.stretched:
             learned = self.weights["vision.position"].T.unflatten(1, tower.grid)[None]
             mode = "bicubic" if tower.smooth else "bilinear"
-            near = functional.interpolate(learned.float(), grid, mode=mode, align_corners=not tower.smooth)
+            near = functional.interpolate(learned.float(), grid, mode=mode, align_corners=not tower.edges)
             x = x + near[0].flatten(1).T.to(x.dtype)
         if tower.pre_norm and not tower.norm_first:
             x = self._own_norm("vision.pre_norm", x)
