@@ -54,7 +54,7 @@ ELSEWHERE = {
     "how-to/speculate": "a draft of its own: tests/engine",
     "scale": "tests/planner",
     "how-to/train-beside": "a trainer beside it: test_update_weights.py of tests/engine and tests/serve",
-    "models": "a model with experts: tests/engine/test_routed_experts.py",
+    "kinds-of-models": "a model with experts: tests/engine/test_routed_experts.py",
 }
 
 # What is in lines that take minutes, ask, or need another program.
