@@ -152,7 +152,7 @@ def kv(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) -> 
 @app.command("merge")
 def merge(
     model: Model,
-    adapter: Annotated[str, typer.Argument(help="LoRA adapter: a directory or a hub id.")],
+    adapter: Annotated[str, typer.Argument(help="LoRA adapter: a directory, a .gguf file or a hub id.")],
     work_dir: WorkDir = Path("work_dir"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:

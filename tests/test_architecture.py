@@ -51,7 +51,7 @@ APIS = ("openai", "lmdeploy", "anthropic", "llama_cpp", "ollama")
 # Rooms inside a room: what a room may import of its neighbours, "" being the files beside the rooms.
 INSIDE = {
     "artifacts": {
-        "adapters": {"", "weight_files"},
+        "adapters": {"", "gguf", "weight_files"},
         "drafts": {"", "weight_files"},
         "weight_files": {""},
         "text": {""},
@@ -59,7 +59,7 @@ INSIDE = {
         "gguf": {"", "formats", "text", "weight_files"},
         "engine": {"", "adapters", "weight_files"},
         "output": {"", "gguf", "weight_files"},
-        "": {"engine", "formats", "gguf", "output", "weight_files"},
+        "": {"adapters", "engine", "formats", "gguf", "output", "weight_files"},
     },
     "engine": {
         "pictures": {""},

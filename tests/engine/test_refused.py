@@ -349,11 +349,11 @@ def test_a_reader_s_session(tiny_models: Any) -> None:
 
 
 def test_an_adapter_that_is_a_file(tiny_models: Any, tmp_path: Path) -> None:
-    file = tmp_path / "adapter.gguf"
+    file = tmp_path / "adapter.safetensors"
     file.touch()
     config = TurbomindEngineConfig(adapters={"mine": str(file)})
     told = refused(lambda: AsyncEngine.open(str(tiny_models("llama")), backend_config=config))
-    assert told == f"adapters: mine: expected a directory or hub id, found the file {file}"
+    assert told == f"adapters: mine: expected a directory, a .gguf file or a hub id, found the file {file}"
 
 
 def test_an_adapter_that_is_no_path(tiny_models: Any) -> None:

@@ -54,26 +54,31 @@ def resolve_model(
     return path.absolute() if str(path) == "demo" else path  # whoever takes it as text again means this directory
 
 
-def resolve_adapters(adapters: Mapping[str, str], *, progress: bool = True) -> dict[str, Path]:
+def resolve_adapters(adapters: Mapping[str, str], model: Path, *, progress: bool = True) -> dict[str, Path]:
     """``resolve_adapter`` of each by its name; one that was given by its path alone has that name."""
     return {
-        name: resolve_adapter(where, "adapters" if where == name else f"adapters: {name}", progress=progress)
+        name: resolve_adapter(where, "adapters" if where == name else f"adapters: {name}", model, progress=progress)
         for name, where in adapters.items()
     }
 
 
-def resolve_adapter(adapter: str, option: str, *, progress: bool = True) -> Path:
-    """The local directory of a LoRA adapter: one that exists, else ``owner/name`` fetched from the hub.
+def resolve_adapter(adapter: str, option: str, model: Path, *, progress: bool = True) -> Path:
+    """The local directory of a LoRA adapter: one that exists, else ``owner/name`` fetched from the hub; of a GGUF file
+    what is made of it for ``model``.
 
-    ``option`` begins the messages: what asked for it. Raises UsageError for a path that is missing or a file, and what
-    ``resolve_model`` raises of the hub.
+    ``option`` begins the messages: what asked for it. Raises UsageError for a path that is missing or another file, and
+    what ``resolve_model`` raises of the hub and ``as_peft`` of the file.
     """
     path = user_path(adapter)
     if not path.exists() and not is_hub_id(adapter):  # nor is there a demo adapter
         raise UsageError(f"{option}: {adapter}: no such directory, and not a hub id (owner/name)")
-    if path.is_file():
-        raise UsageError(f"{option}: expected a directory or hub id, found the file {adapter}")
+    if path.is_file() and path.suffix.lower() != ".gguf":
+        raise UsageError(f"{option}: expected a directory, a .gguf file or a hub id, found the file {adapter}")
     try:
+        if path.is_file():
+            from toolkit.artifacts.adapters.from_gguf import as_peft
+
+            return as_peft(path, model)
         return path if path.exists() else resolve_model(adapter, progress=progress)
     except ToolkitError as e:
         raise type(e)(f"{option}: {e}") from e

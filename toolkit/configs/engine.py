@@ -111,7 +111,7 @@ class CommonEngineConfig:
 
     ``cache_max_entry_count``: an integer is a number of blocks, whatever its size. ``load_format`` "dummy" reads
     config.json alone. ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's
-    format each. ``language_model_only``: LMDeploy's newer name of
+    format or a .gguf file each. ``language_model_only``: LMDeploy's newer name of
     ``disable_vision_encoder``. ``eager_mode``: for debugging; a CPU captures no graphs anyway. ``empty_init``: the
     model needs a config.json and a tokenizer alone, and answers nothing before ``update_weights``.
     ``enable_metrics``: whether a server of this engine offers /metrics. ``memory_share``: bytes that weights,
@@ -199,7 +199,7 @@ class CommonEngineConfig:
         4, "With --kv-window: how many first tokens are kept.", allowed=Bounds(0, MOST_SINKS, "int32")
     )
     adapters: dict[str, str] | None = option(
-        None, "NAME=PATH of LoRA adapters (directory or hub id); several may follow.", path=OR_NAME
+        None, "NAME=PATH of LoRA adapters (directory, .gguf file or hub id); several may follow.", path=OR_NAME
     )
     adapter_memory: str | None = option(
         None, "Memory for adapters (2GB): others are read again when they are used. Default: all stay (on a CPU)."

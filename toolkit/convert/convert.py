@@ -111,7 +111,7 @@ def convert(
     bits = Bits(_head_bits(chosen, asked), _vision_bits(chosen, spec, options.vision))
     _check_policy(options.quant_policy, spec, chosen)
     told = _told(options, chosen, bits)
-    adapters = resolve_adapters(options.adapters or {}, progress=not quiet)
+    adapters = resolve_adapters(options.adapters or {}, path, progress=not quiet)
     told |= {"adapters": check_adapters(adapters, spec, stored)} if adapters else {}
     told |= {} if options.tp == 1 else {"tp": _ranks(options.tp, chosen, spec)}
     with open_stage(

@@ -31,7 +31,8 @@ def merge(model: str, adapter: str, target: Path, overwrite: bool = False) -> in
     Raises UsageError for a target that is not empty, ToolkitError, one line, for a quantized checkpoint, an adapter
     that does not fit it, and one that changes a matrix that head and embedding share.
     """
-    path, from_ = resolve_model(model), resolve_adapter(adapter, "ADAPTER")
+    path = resolve_model(model)
+    from_ = resolve_adapter(adapter, "ADAPTER", path)
     checkpoint = open_checkpoint(path)
     spec, stored = load_spec(checkpoint, checkpoint.config)
     changes = {item.name: (item, change) for item, change in changes_of_modules(from_, spec, stored).items()}

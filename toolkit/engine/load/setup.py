@@ -168,7 +168,7 @@ def find(model: str, config: EngineConfig | None, backend: Backend | None, packe
         asked = {
             name: where for name, where in (config.adapters or {}).items() if held.get(name) is None or where != name
         }
-        found = {name: str(where) for name, where in resolve_adapters(asked).items()}
+        found = {name: str(where) for name, where in resolve_adapters(asked, path).items()}
         order = dict.fromkeys([*(config.adapters or {}), *held])  # those asked for first: chats take the first
         config = replace(config, adapters={name: (held | found)[name] for name in order})
     weights, lock = (path, None) if packed is None else packed(path)
