@@ -166,6 +166,7 @@ Q = "blk.0.attn_q.weight"
         ({f"{Q}.lora_a": (4, 64)}, f"tensor {Q}.lora_b is missing beside its partner"),
         ({f"{Q}.lora_a": (4, 64), f"{Q}.lora_b": (64, 3)}, f"{Q}: expected lora_a [r, in] and lora_b [out, r]"),
         ({f"{Q}.lora_a": (4, 32), f"{Q}.lora_b": (64, 4)}, f"{Q}: expected a matrix of [64, 64], found [64, 32]"),
+        ({"blk.0.attn_q.bias.lora_a": (4, 64)}, "expected names like blk.0.attn_q.weight.lora_a alone"),
         ({"blk.0.attn_q.weight": (64, 64)}, "expected names like blk.0.attn_q.weight.lora_a alone"),
         ({"blk.9.attn_q.weight.lora_a": (4, 64), "blk.9.attn_q.weight.lora_b": (64, 4)}, "'blk.9.attn_q.weight'"),
         ({"blk.0.odd.weight.lora_a": (4, 64), "blk.0.odd.weight.lora_b": (64, 4)}, "'blk.0.odd.weight'"),
@@ -187,3 +188,12 @@ def test_another_file_is_no_adapter(made: dict[str, Path], tmp_path: Path) -> No
     with pytest.raises(UsageError, match=r"expected a directory, a \.gguf file or a hub id, found the file"):
         merge(str(made["model"]), str(tmp_path / "a.bin"), tmp_path / "m")
     assert not (tmp_path / "m").exists()
+
+
+def test_multipliers_within_the_weights_are_refused(tiny_models: Any, tmp_path: Path, made: dict[str, Path]) -> None:
+    """Falcon-H1's files have them there, and the checkpoint beside its weights."""
+    metadata = read_container(made["gguf"]).metadata | {"general.architecture": "falcon-h1"}
+    shapes = {f"{Q}.lora_a": (4, 64), f"{Q}.lora_b": (64, 4)}
+    file = rewritten(tmp_path / "b.gguf", metadata, {name: np.ones(s, np.float32) for name, s in shapes.items()})
+    with pytest.raises(ToolkitError, match="hold its multipliers in the weights; give PEFT's adapter"):
+        as_peft(file, tiny_models("falcon_h1"))

@@ -79,7 +79,7 @@ def _pairs(container: GgufContainer) -> dict[str, tuple[TensorInfo, TensorInfo]]
     found: dict[str, dict[str, TensorInfo]] = {}
     for name, info in container.tensors.items():
         side = next((side for side in SIDES if name.endswith(side)), None)
-        if side is None:
+        if side is None or not name.removesuffix(side).endswith(".weight"):
             raise ToolkitError(f"{file}: tensor {name!r:.80}: expected names like blk.0.attn_q.weight.lora_a alone")
         if len(info.shape) != 2:
             raise ToolkitError(f"{file}: tensor {name!r:.80}: expected a matrix, found {info}; give PEFT's adapter")
@@ -115,6 +115,10 @@ def _renamed(
     if metadata.get("general.architecture") != gguf.arch:
         found = metadata.get("general.architecture")
         raise ToolkitError(f"{file}: general.architecture: expected {gguf.arch}, as {model} is, found {found!r:.40}")
+    if gguf.folded is not None:  # so are they into its matrices
+        raise ToolkitError(
+            f"{file}: GGUF files of {spec.family} hold its multipliers in the weights; give PEFT's adapter"
+        )
     alpha = metadata.get(ALPHA, 0.0)
     if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
         raise ToolkitError(f"{file}: {ALPHA}: expected a number, found {alpha!r:.40}")
