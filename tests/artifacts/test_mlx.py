@@ -17,14 +17,8 @@ from toolkit.artifacts.canonical import BlockFp8, Fp4, GroupInt
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.formats.bits import pack_words
 from toolkit.artifacts.weights import load_stored, validate_checkpoint
-from toolkit.convert.convert import convert
-from toolkit.convert.formats import rewrite
-from toolkit.convert.options import Packing
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import Part, StoredTensor
-from toolkit.runners.base import RunnerOptions
-from toolkit.runners.choose import open_runner
-from toolkit.runners.native.library import available
 
 WRITTEN = load_file(Path(__file__).with_name("mlx_0_32_4.safetensors"))
 NAME = "model.layers.0.mlp.up_proj"
@@ -100,12 +94,6 @@ def affine(dense: torch.Tensor, bits: int, group: int = 32) -> tuple[dict[str, t
     return {"weight": packed, "scales": scales, "biases": least}, worth
 
 
-def logits(path: Path, support: Any, backend: Any) -> Any:
-    options = RunnerOptions(device="cpu", dtype="float32", block_size=16, threads=2)
-    driver = support("steps").Driver(open_runner(path, backend=backend, options=options)[0])
-    return driver.step({driver.add(): IDS}, "all").logits
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_model_with_its_embedding_quantized_runs(family: str, tiny_models: Any, support: Any, tmp_path: Path) -> None:
     found, own = {}, {}
@@ -122,12 +110,4 @@ def test_a_model_with_its_embedding_quantized_runs(family: str, tiny_models: Any
         config = json.loads((path / "config.json").read_text())
         more = {"quantization": {"group_size": 32, "bits": 4, **own}} if kind == "mlx" else {}
         (path / "config.json").write_text(json.dumps(config | more))
-    exact = logits(found["dense"], support, "pytorch")
-    np.testing.assert_allclose(logits(found["mlx"], support, "pytorch"), exact, rtol=1e-4, atol=1e-4)
-    rewrite(str(found["mlx"]), tmp_path / "hf", to="hf")
-    np.testing.assert_allclose(logits(tmp_path / "hf", support, "pytorch"), exact, rtol=1e-4, atol=1e-4)
-    if available() is None:
-        convert(str(found["mlx"]), str(tmp_path / "engine"), Packing())
-        for path in (found["mlx"], tmp_path / "engine"):
-            error = np.linalg.norm(logits(path, support, "turbomind") - exact)
-            assert error < 0.05 * np.linalg.norm(exact)
+    support("beside_dense").check(found["mlx"], found["dense"], tmp_path, IDS)

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +16,8 @@ from toolkit.artifacts.gguf.container import GgufContainer, read_container
 from toolkit.artifacts.gguf.metadata import spelling
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.json_file import read_json_object, write_json_object
+from toolkit.artifacts.made_once import made_once
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
-from toolkit.base.whole_file import sync
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import build
 
@@ -39,27 +36,15 @@ def as_peft(file: Path, model: Path) -> Path:
     config = _config_of(model)
     whole = hashlib.sha256(f"{__version__}\n{sorted(config.items(), key=str)}".encode())
     whole.update(container.data.data)
-    target = toolkit_home() / "adapters" / whole.hexdigest()[:32]
-    if target.is_dir():
-        return target
-    pairs = _pairs(container)
-    told, tensors = _renamed(container, pairs, config, model)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
+
+    def write(folder: Path) -> None:
         from safetensors.torch import save_file
 
-        save_file(tensors, scratch / "adapter_model.safetensors")
-        write_json_object(scratch / CONFIG, told)
-        for path in (*scratch.iterdir(), scratch):
-            sync(path)
-        os.rename(scratch, target)
-    except OSError:
-        if not target.is_dir():  # else another process was faster: its files are the same
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
+        told, tensors = _renamed(container, _pairs(container), config, model)
+        save_file(tensors, folder / "adapter_model.safetensors")
+        write_json_object(folder / CONFIG, told)
+
+    return made_once(toolkit_home() / "adapters" / whole.hexdigest()[:32], write)
 
 
 def _config_of(model: Path) -> dict[str, Any]:

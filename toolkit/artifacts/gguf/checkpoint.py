@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import field, replace
 from pathlib import Path
@@ -21,9 +18,9 @@ from toolkit.artifacts.gguf.parts import join_parts
 from toolkit.artifacts.gguf.tokenizer import end_ids, never_drawn, write_tokenizer
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.json_file import write_json_object
+from toolkit.artifacts.made_once import made_once
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.base.lazy_dataclass import dataclass
-from toolkit.base.whole_file import sync
 from toolkit.models.drafts.mtp import COPIES, FURTHER, NEXTN, deeper, nextn_of
 from toolkit.models.eyes.vision import VisionSpec
 from toolkit.models.gguf import Gguf
@@ -124,23 +121,7 @@ class GgufFile:
         whole.update(self.container.data[: _data_start(self.container)].data)
         if self.eyes is not None:
             whole.update(self.eyes.container.data[: _data_start(self.eyes.container)].data)
-        digest = whole.hexdigest()[:32]
-        target = toolkit_home() / "gguf" / digest
-        if target.is_dir():
-            return target
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{digest}.", dir=target.parent))
-        try:
-            self.write_configs(scratch)
-            for path in (*scratch.rglob("*"), scratch):
-                sync(path)
-            os.rename(scratch, target)
-        except OSError:
-            if not target.is_dir():  # else another process was faster: its files are the same
-                raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-        return target
+        return made_once(toolkit_home() / "gguf" / whole.hexdigest()[:32], self.write_configs)
 
     def write_configs(self, target: Path) -> None:
         """Write config.json, generation_config.json, tokenizer files and chat template."""
