@@ -429,12 +429,15 @@ def plain_reply(body: str) -> bytes:
     return f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
 
 
+def takes_over(engine_id: str = "e" * 32) -> dict[str, bytes]:
+    """What a node answers that takes blocks of any other."""
+    linked = plain_reply('{"status": 1}')
+    return {"/distserve/engine_info": engine_info("Decode", engine_id), "/distserve/p2p_connect": linked}
+
+
 def test_prompts_go_to_one_node_and_answers_come_from_another() -> None:
     async def test() -> None:
-        linked = {
-            "/distserve/engine_info": engine_info("Decode"),
-            "/distserve/p2p_connect": plain_reply('{"status": 1}'),
-        }
+        linked = takes_over()
         lends, takes = FakeNode(raw={"/distserve/engine_info": engine_info("Prefill")}), FakeNode(raw=linked)
         settings = {"serving_strategy": "DistServe", "prefill_min_bytes": 200}
         async with world(lends, takes, **settings) as w:
@@ -463,10 +466,7 @@ def test_what_is_lent_goes_to_a_node_that_takes_it() -> None:
     """A node without a role would compute the prompt once more; it does where no other is left."""
 
     async def test() -> None:
-        linked = {
-            "/distserve/engine_info": engine_info("Decode"),
-            "/distserve/p2p_connect": plain_reply('{"status": 1}'),
-        }
+        linked = takes_over()
         lends, takes = FakeNode(raw={"/distserve/engine_info": engine_info("Prefill")}), FakeNode(raw=linked)
         plain = FakeNode(raw={"/distserve/engine_info": b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"})
         settings = {"serving_strategy": "DistServe", "prefill_min_bytes": 200}
@@ -483,10 +483,7 @@ def test_what_is_lent_goes_to_a_node_that_takes_it() -> None:
 
 def test_a_node_that_starts_anew_is_told_again_from_whom_it_takes() -> None:
     async def test() -> None:
-        linked = {
-            "/distserve/engine_info": engine_info("Decode", "d" * 32),
-            "/distserve/p2p_connect": plain_reply('{"status": 1}'),
-        }
+        linked = takes_over("d" * 32)
         lends, takes = FakeNode(raw={"/distserve/engine_info": engine_info("Prefill")}), FakeNode(raw=linked)
         async with world(lends, takes, serving_strategy="DistServe", prefill_min_bytes=0) as w:
             for started in ("d", "f"):
